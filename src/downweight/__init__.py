@@ -1,0 +1,81 @@
+"""Which training rows made my model do this, and can I believe the answer?"""
+
+from downweight.baselines import grad_cos, grad_dot, representer_points, tracin
+from downweight.curvature.dense import Dense
+from downweight.curvature.gauss_newton import GaussNewton
+from downweight.curvature.hessian import Hessian
+from downweight.curvature.lanczos import Spectrum, lanczos
+from downweight.curvature.operator import Damped, Operator
+from downweight.errors import (
+    DamagedResult,
+    DownweightError,
+    DownweightWarning,
+    ForeignResult,
+    IndefiniteSystem,
+    InvalidInput,
+    InvalidType,
+    MemoryLimit,
+    MissingDependency,
+    NonFinite,
+    NotConverged,
+    SingularSystem,
+)
+from downweight.influence import influence, parameter_shift, self_influence
+from downweight.losses import Loss
+from downweight.measurements import Measurement
+from downweight.scores import Scores
+from downweight.solve import solve
+from downweight.solvers.auto import Auto
+from downweight.solvers.cg import CG
+from downweight.solvers.cholesky import Cholesky
+from downweight.solvers.dual import Dual
+from downweight.solvers.lissa import LiSSA
+from downweight.solvers.minres import MINRES
+from downweight.solvers.solver import Result, Solution, Solver
+from downweight.task import Coverage, Task
+from downweight.version import __version__
+
+__all__ = [
+    "CG",
+    "MINRES",
+    "Auto",
+    "Cholesky",
+    "Coverage",
+    "DamagedResult",
+    "Damped",
+    "Dense",
+    "DownweightError",
+    "DownweightWarning",
+    "Dual",
+    "ForeignResult",
+    "GaussNewton",
+    "Hessian",
+    "IndefiniteSystem",
+    "InvalidInput",
+    "InvalidType",
+    "LiSSA",
+    "Loss",
+    "Measurement",
+    "MemoryLimit",
+    "MissingDependency",
+    "NonFinite",
+    "NotConverged",
+    "Operator",
+    "Result",
+    "Scores",
+    "SingularSystem",
+    "Solution",
+    "Solver",
+    "Spectrum",
+    "Task",
+    "__version__",
+    "grad_cos",
+    "grad_dot",
+    "influence",
+    "lanczos",
+    "parameter_shift",
+    "representer_points",
+    "self_influence",
+    "solve",
+    "tracin",
+]

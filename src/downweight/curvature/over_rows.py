@@ -1,0 +1,105 @@
+"""What every curvature of a task shares: chunks of rows, kept linearisations, the penalty."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from downweight.curvature.operator import Operator
+from downweight.linearization import Linearization
+from downweight.memory import Budget
+from downweight.rows import chunks
+from downweight.shapes import Float, Int
+from downweight.task import Task
+
+# Of the memory that is available: for linearisations that are kept between products, and for one
+# chunk at work. Guesses that leave room for the vectors of a solver.
+_KEEP, _WORK = 0.25, 0.125
+# More in one chunk gains nothing: large enough to fill a GPU, small enough for a CPU's caches.
+_CHUNK_BYTES = {"cuda": 4 * 2**30, "cpu": 256 * 2**20}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows linearised at θˢ, with what the loss needs of them."""
+
+    linearization: Linearization
+    targets: Tensor
+    weights: Tensor | None
+
+
+class OverRows(Operator):
+    """(1/n) Σ of one term a row, plus l2 I, by chunks of rows and blocks of vectors.
+
+    The linearisation of a chunk serves all vectors of a product, and all later products where
+    the activations of all rows fit in a quarter of the available memory.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        index: Int[Tensor, " n"] | None = None,
+        memory_limit: int | None = None,
+        keep: bool = True,
+    ) -> None:
+        self.task = task
+        self.budget = Budget(task.device, memory_limit)
+        self.size, self.dtype, self.device = task.size, task.dtype, task.device
+        self._index = torch.arange(len(task)) if index is None else index.cpu()
+        self.rows = len(self._index)
+        available = self.budget.available()
+        self.row_bytes = task.row_bytes
+        self._work = min(int(_WORK * available), _CHUNK_BYTES.get(self.device.type, 2**28))
+        self.chunk_rows = max(1, min(self.rows, self._work // self.row_bytes))
+        self.kept_bytes = self.rows * self.row_bytes
+        if not keep or self.kept_bytes > _KEEP * available:
+            self.kept_bytes = 0
+        self._kept: dict[int, Chunk] = {}
+
+    @abstractmethod
+    def _linearize(self, chunk: Int[Tensor, " B"]) -> Chunk:
+        """The chunk with what this curvature needs of it."""
+
+    @abstractmethod
+    def _product(self, chunk: Chunk, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
+        """Σ over the rows of the chunk of the term of each row times the vectors."""
+
+    def product(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
+        if len(vectors) == 0:
+            return torch.zeros_like(vectors)
+        block = max(1, self._work // (self.chunk_rows * self.row_bytes))
+        with self.task.evaluating():
+            total = self.task.mean(
+                self._index,
+                self.chunk_rows,
+                lambda rows: self._over_vectors(self._chunk(rows), vectors, block),
+            )
+        return total.add_(vectors, alpha=self.task.l2)
+
+    def _over_vectors(self, chunk: Chunk, vectors: Tensor, block: int) -> Tensor:
+        if len(vectors) <= block:
+            return self._product(chunk, vectors)
+        return torch.cat([self._product(chunk, part) for part in vectors.split(block)])
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The linearised chunks of rows, in order."""
+        for rows in chunks(self._index, self.chunk_rows):
+            yield self._chunk(rows)
+
+    def sample(self, rows: Int[Tensor, " B"]) -> Self:
+        index = self._index[rows.cpu()]
+        return type(self)(self.task, index=index, memory_limit=self.budget.limit, keep=False)
+
+    def _chunk(self, rows: Tensor) -> Chunk:
+        first = int(rows[0])
+        if first in self._kept:
+            return self._kept[first]
+        chunk = self._linearize(rows)
+        self.task.check_chunk(chunk.linearization.outputs, chunk.targets, rows, "train")
+        if self.kept_bytes:
+            self._kept[first] = chunk
+        return chunk

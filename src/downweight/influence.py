@@ -1,0 +1,365 @@
+"""Influence: scores, self-influence and parameter shifts, for single rows and for groups."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from downweight.curvature.gauss_newton import GaussNewton
+from downweight.curvature.hessian import Hessian
+from downweight.curvature.operator import Damped
+from downweight.curvature.over_rows import OverRows
+from downweight.errors import DownweightWarning, InvalidInput, InvalidType
+from downweight.features import RowGradients
+from downweight.gradients import Gradients, check_removals, of_losses, training
+from downweight.measurements import Measurement, as_measurement, of_measurement
+from downweight.memory import parse_bytes
+from downweight.progress import reporting, track
+from downweight.scores import Scores, jsonable
+from downweight.shapes import Float
+from downweight.solve import as_solver
+from downweight.solvers.auto import Auto
+from downweight.solvers.solver import Indefinite, Pairing, Result, Solution, Solver, check_indefinite
+from downweight.task import Task
+
+Curvature = Literal["gauss_newton", "hessian"]
+CURVATURES: dict[str, type[OverRows]] = {"gauss_newton": GaussNewton, "hessian": Hessian}
+
+# Vectors of a system that iterative solvers hold at a time, and the memory they may take.
+_VECTORS_AT_WORK, _VECTOR_MEMORY = 8, 0.25
+
+
+def influence(
+    task: Task,
+    queries: Any,
+    *,
+    damping: float = 1e-3,
+    curvature: Curvature = "gauss_newton",
+    solver: Solver | str = "auto",
+    measurement: str | Measurement | Callable[[Tensor, Tensor], Tensor] = "loss",
+    rows: Any = None,
+    candidates: Any = None,
+    indefinite: Indefinite = "raise",
+    memory_limit: int | str | None = None,
+    progress: bool | None = None,
+) -> Scores:
+    r"""Scores (1/N) ∇m(q)ᵀ A⁻¹ ∇L(zᵢ): the predicted change of m(q) when row i is removed.
+
+    A = C + λI at θˢ, with C the curvature of the whole cost (its l2 included) and λ = `damping`,
+    absolute. First order in 1/N: exact for the derivative, an approximation for the removal itself,
+    worst for rows of high leverage. Systems are solved for the queries or for the rows, whichever
+    are fewer.
+
+    queries: (inputs, targets) or a dataset. measurement: "loss", "margin", or a function.
+    rows: None for all training rows, indices, or groups such as [[3], [5, 9]].
+    candidates: (inputs, targets) outside the training set instead, scored as if removed.
+    indefinite: "allow" solves an indefinite Hessian system (by MINRES or LDLᵀ) instead of raising.
+    """
+    with reporting(progress):
+        warn_of_mode(task)
+        check_indefinite(indefinite)
+        asked = task.query_rows(queries)
+        measured = as_measurement(task, measurement)
+        left = of_measurement(task, asked, measured)
+        right, removals, of = choose_removals(task, rows, candidates)
+        system = System.make(
+            task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right))
+        )
+        pairing = system.pair(left, right)
+        system.warn_unless_converged(pairing.result, pairing.residual)
+        values = (pairing.value / len(task)).to(task.dtype)
+        smallest = pairing.stats.get("smallest_eigenvalue")
+        notes = [*task.notes, *system.notes]
+        if smallest is not None and smallest < 0:
+            notes.append(
+                f"The system is indefinite (smallest eigenvalue {smallest:.3g}): scores belong to a "
+                "stationary point of the quadratic model, not to its minimum."
+            )
+        return Scores(
+            values=values,
+            residuals=pairing.residual,
+            solved="queries" if pairing.solved == "left" else "rows",
+            results=tuple(result.value for result in pairing.result),
+            converged=_converged(pairing.result),
+            removals=removals,
+            of=of,
+            method="influence",
+            measurement=measured.name,
+            higher_is_better=measured.higher_is_better,
+            unit=measured.unit,
+            damping=float(damping),
+            l2=task.l2,
+            curvature=system.curvature.describe(),
+            solver=repr(system.solver),
+            loss=task.loss.name,
+            rows=len(task),
+            coverage=task.coverage,
+            fingerprint=task.fingerprint(),
+            seed=getattr(system.solver, "seed", None),
+            notes=tuple(notes),
+            stats=jsonable(dict(pairing.stats)),
+        )
+
+
+def self_influence(
+    task: Task,
+    *,
+    damping: float = 1e-3,
+    curvature: Curvature = "gauss_newton",
+    solver: Solver | str = "auto",
+    indefinite: Indefinite = "raise",
+    memory_limit: int | str | None = None,
+    progress: bool | None = None,
+) -> Float[Tensor, " N"]:
+    """(1/N) ∇L(zᵢ)ᵀ A⁻¹ ∇L(zᵢ) of every training row: what its removal does to its own loss.
+
+    The diagonal of `influence` of the training rows on themselves, in order N instead of N².
+    """
+    with reporting(progress):
+        warn_of_mode(task)
+        check_indefinite(indefinite)
+        system = System.make(
+            task, damping, curvature, solver, indefinite, memory_limit, len(task)
+        )
+        answer = system.quadratic(training(task))
+        system.warn_unless_converged(answer.result, answer.residual)
+        return (answer.value / len(task)).to(task.dtype)
+
+
+def parameter_shift(
+    task: Task,
+    remove: Sequence[Sequence[int]],
+    *,
+    damping: float = 1e-3,
+    epsilon: float | None = None,
+    curvature: Curvature = "gauss_newton",
+    solver: Solver | str = "auto",
+    indefinite: Indefinite = "raise",
+    memory_limit: int | str | None = None,
+    progress: bool | None = None,
+) -> Float[Tensor, "R d"]:
+    """ε A⁻¹ Σ_S ∇L: the first-order θ − θˢ of downweighting each set S by ε; None is 1/N, removal.
+
+    With row weights ∇L is wᵢ ∇L(zᵢ), so that ε = 1/N takes the row out of the cost.
+    """
+    with reporting(progress):
+        warn_of_mode(task)
+        check_indefinite(indefinite)
+        groups = check_removals(as_groups(remove, "remove"), len(task))
+        step = 1 / len(task) if epsilon is None else _finite(epsilon, "epsilon")
+        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups))
+        solution = system.solve(training(task, groups))
+        system.warn_unless_converged(solution.result, solution.residual)
+        return solution.value * step
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """A x = v for one task, ready to be solved: the curvature, the damping and the solver."""
+
+    task: Task
+    curvature: OverRows
+    operator: Damped
+    solver: Solver
+    state: Any
+    formed: RowGradients
+    notes: tuple[str, ...]
+
+    @classmethod
+    def make(
+        cls,
+        task: Task,
+        damping: float,
+        curvature: str,
+        solver: Solver | str,
+        indefinite: Indefinite,
+        memory_limit: int | str | None,
+        systems: int,
+    ) -> "System":
+        if curvature not in CURVATURES:
+            raise InvalidInput(
+                f"curvature is {curvature!r}; expected one of {', '.join(map(repr, CURVATURES))}."
+            )
+        damping = _finite(damping, "damping")
+        if damping < 0:
+            raise InvalidInput(
+                f"damping is {damping:g}; expected a number >= 0, the absolute λ added to every "
+                "eigenvalue of the curvature."
+            )
+        chosen = as_solver(solver)
+        limit = parse_bytes(memory_limit)
+        matrix = CURVATURES[curvature](task, memory_limit=limit)
+        operator = Damped(matrix, damping)
+        notes: tuple[str, ...] = ()
+        if isinstance(chosen, Auto):
+            choice = Auto(systems, chosen.memory_limit or limit).choose(operator, indefinite=indefinite)
+            chosen, notes = choice.solver, (choice.reason,)
+        state = chosen.init(operator, indefinite=indefinite)
+        return cls(task, matrix, operator, chosen, state, RowGradients(task), notes)
+
+    def pair(self, left: Gradients, right: Gradients) -> Pairing:
+        """vᵀ A⁻¹ v' for all pairs, by the solver's own road where it has one."""
+        own = getattr(self.solver, "pair", None)
+        if own is not None:
+            return own(self.state, left, right)
+        turned = len(right) < len(left)
+        solved, other = (right, left) if turned else (left, right)
+        parts, solutions = [], []
+        for start, stop in track(self._blocks(len(solved)), f"Systems of {solved.what}"):
+            solutions.append(self._solve_block(solved.only(start, stop)))
+            parts.append(other.dot(solutions[-1].value, self.curvature.chunk_rows).T)
+        values = torch.cat(parts)
+        joined = join(solutions)
+        return Pairing(
+            values.T if turned else values,
+            joined.residual,
+            joined.result,
+            "right" if turned else "left",
+            joined.stats,
+        )
+
+    def quadratic(self, family: Gradients) -> Pairing:
+        """vᵀ A⁻¹ v of every vector."""
+        own = getattr(self.solver, "quadratic", None)
+        if own is not None:
+            return own(self.state, family)
+        values, solutions = [], []
+        for start, stop in track(self._blocks(len(family)), f"Systems of {family.what}"):
+            vectors = family.only(start, stop).vectors(self.formed, self._vector_rows())
+            solutions.append(self.solver.compute(self.state, vectors))
+            values.append((vectors.double() * solutions[-1].value.double()).sum(1))
+        joined = join(solutions)
+        return Pairing(torch.cat(values), joined.residual, joined.result, "left", joined.stats)
+
+    def solve(self, family: Gradients) -> Solution:
+        """A⁻¹ v of every vector, (K, d)."""
+        blocks = track(self._blocks(len(family)), f"Systems of {family.what}")
+        return join([self._solve_block(family.only(start, stop)) for start, stop in blocks])
+
+    def warn_unless_converged(self, result: Sequence[Result], residual: Tensor) -> None:
+        failed = [place for place, entry in enumerate(result) if not entry.ok]
+        if failed:
+            reasons = sorted({result[place].value for place in failed})
+            warnings.warn(
+                f"{len(failed)} of {len(result)} systems are not solved to the tolerance "
+                f"({'; '.join(reasons)}), worst relative residual {float(residual.max()):.2g}. The "
+                "numbers that rest on them are approximate; raise max_steps or the damping, or use "
+                "an exact solver.",
+                DownweightWarning,
+                stacklevel=3,
+            )
+
+    def _solve_block(self, family: Gradients) -> Solution:
+        return self.solver.compute(self.state, family.vectors(self.formed, self._vector_rows()))
+
+    def _blocks(self, count: int) -> list[tuple[int, int]]:
+        room = int(_VECTOR_MEMORY * self.curvature.budget.available())
+        size = max(1, room // (_VECTORS_AT_WORK * self.task.size * self.task.dtype.itemsize))
+        return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def _vector_rows(self) -> int:
+        """Rows whose gradients may be formed at a time."""
+        room = int(_VECTOR_MEMORY * self.curvature.budget.available())
+        per_row = 3 * (self.curvature.row_bytes + self.task.size * self.task.dtype.itemsize)
+        return max(1, room // per_row)
+
+
+def join(solutions: Sequence[Solution]) -> Solution:
+    """Solutions of blocks of vectors as one."""
+    if len(solutions) == 1:
+        return solutions[0]
+    stats = dict(solutions[-1].stats)
+    for name in ("matvecs", "rounds"):
+        if name in stats:
+            stats[name] = sum(solution.stats.get(name, 0) for solution in solutions)
+    return Solution(
+        torch.cat([solution.value for solution in solutions]),
+        torch.cat([solution.residual for solution in solutions]),
+        torch.cat([solution.steps for solution in solutions]),
+        tuple(result for solution in solutions for result in solution.result),
+        stats,
+    )
+
+
+def choose_removals(
+    task: Task, rows: Any, candidates: Any
+) -> tuple[Gradients, tuple[Any, ...], Literal["rows", "groups", "candidates"]]:
+    """The family of gradients to score, a label for each, and what they are."""
+    if candidates is not None:
+        if rows is not None:
+            raise InvalidInput("Give rows (of the training set) or candidates (outside it), not both.")
+        others = task.query_rows(candidates, "candidates")
+        return of_losses(task, others, "candidates"), tuple(range(len(others))), "candidates"
+    ids = task.row_ids
+    if rows is None:
+        labels = range(len(task)) if ids is None else ids
+        return training(task), tuple(labels), "rows"
+    if _is_groups(rows):
+        groups = check_removals(as_groups(rows, "rows"), len(task))
+        labels = [tuple(row if ids is None else ids[row] for row in group) for group in groups]
+        return training(task, groups), tuple(labels), "groups"
+    chosen = [group[0] for group in check_removals(as_groups(rows, "rows"), len(task), whole=True)]
+    if len(set(chosen)) < len(chosen):
+        repeated = next(row for row in chosen if chosen.count(row) > 1)
+        raise InvalidInput(f"rows names row {repeated} twice.")
+    labels = [row if ids is None else ids[row] for row in chosen]
+    return training(task, torch.tensor(chosen)), tuple(labels), "rows"
+
+
+def _is_groups(rows: Any) -> bool:
+    if isinstance(rows, Tensor | np.ndarray):
+        return rows.ndim == 2
+    try:
+        entries = list(rows)
+    except TypeError:
+        return False
+    return bool(entries) and all(isinstance(entry, Sequence | set | Tensor | np.ndarray) and not
+                                 (isinstance(entry, Tensor | np.ndarray) and entry.ndim == 0) for entry in entries)
+
+
+def as_groups(rows: Any, name: str) -> list[list[int]]:
+    """Groups of rows from groups, from single indices, or from an array of either."""
+    if isinstance(rows, Tensor | np.ndarray):
+        if rows.dtype in (torch.bool, np.bool_):
+            raise InvalidType(f"{name} is a mask; give indices, for example mask.nonzero().flatten().")
+        rows = rows.tolist()
+    if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
+        raise InvalidType(
+            f"{name} is {rows!r}; expected row indices such as [3, 5], or groups such as [[3], [5, 9]]."
+        )
+    groups = []
+    for entry in rows:
+        if isinstance(entry, Tensor | np.ndarray):
+            entry = entry.tolist()
+        groups.append(list(entry) if isinstance(entry, Sequence | set | range) else [entry])
+    return groups
+
+
+def warn_of_mode(task: Task) -> None:
+    """Say it when train mode would have changed the numbers."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    if any(module.training and isinstance(module, kinds) for module in task.model.modules()):
+        warnings.warn(
+            "The model is in train mode and has dropout or batch-norm layers; it is evaluated in "
+            "eval mode and put back afterwards. Call model.eval() to make this explicit.",
+            DownweightWarning,
+            stacklevel=3,
+        )
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number | Tensor):
+        raise InvalidType(f"{name} is {value!r}; expected a number.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise InvalidInput(f"{name} is {number}; expected a finite number.")
+    return number
+
+
+def _converged(results: Sequence[Result]) -> Tensor:
+    return torch.tensor([result.ok for result in results], dtype=torch.bool)

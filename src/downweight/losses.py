@@ -1,0 +1,360 @@
+r"""Losses in output space: value, gradient, Hessian product and root.
+
+A row's loss L(y, t) is the *sum* over its outputs and positions, never a mean. All algebra here is
+float64 and free of cancellation (p - 1 is minus the sum of the other probabilities), whatever the
+network's own dtype: a float32 rounding of p - 1 at a confident output is all noise.
+
+With y the outputs of B rows, shape (B, \*out), and v of shape (K, B, \*out):
+
+    gradient(y, t)            dL/dy                          (B, *out)
+    product(y, t, v)          H_y v                          (K, B, *out)
+    root(y, t)                R with R^T R = H_y per row     (r, B, *out)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from downweight.errors import InvalidInput, InvalidType, NonFinite
+from downweight.shapes import Float, Shaped
+
+IGNORED = -100  # torch.nn.functional.cross_entropy's ignore_index
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """A loss of one's own: the loss of every row, never averaged over rows.
+
+    `value(outputs, targets)` gets the outputs as the model gives them, in float64, and returns one
+    number a row, shape (B,). Its gradient and Hessian in the outputs come from autograd, so it
+    must be twice differentiable torch code. Gauss-Newton also needs it convex in the outputs,
+    which is checked on the training rows.
+    """
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class OutputLoss(Protocol):
+    """What the rest of the package asks of a loss; see the module's docstring."""
+
+    name: str
+    convex: bool  # known to be convex in the outputs, so that roots exist
+
+    def check(self, outputs: Tensor, targets: Tensor, what: str) -> None: ...
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+    def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor: ...
+    def root(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+    def root_size(self, output_shape: tuple[int, ...]) -> int: ...
+
+
+def _check_same_shape(outputs: Tensor, targets: Tensor, what: str, loss: str) -> None:
+    shape = outputs.shape[1:]
+    if targets.shape[1:] == shape or (targets.dim() == 1 and shape.numel() == 1):
+        return
+    raise InvalidInput(
+        f"{what}: {loss} needs targets of the shape of the outputs, a row (…{tuple(shape)}), got "
+        f"targets of shape {tuple(targets.shape)} for outputs {tuple(outputs.shape)}. "
+        "Reshape the targets; nothing is broadcast."
+    )
+
+
+def _finite(targets: Tensor, what: str) -> None:
+    if targets.is_floating_point() and not bool(targets.isfinite().all()):
+        bad = (~targets.isfinite()).reshape(len(targets), -1).any(1).nonzero().flatten()
+        raise NonFinite(
+            f"{what}: {len(bad)} rows have a NaN or infinite target (first: row {int(bad[0])} of "
+            "this part). Remove or repair them before computing influence."
+        )
+
+
+def _spread(weights: Tensor) -> Tensor:
+    """(r, B, M) diagonal roots: row j of B rows holds `weights[:, j]` at output j."""
+    return torch.diag_embed(weights).movedim(1, 0)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """-log softmax(y)_t, summed over positions; targets of -100 count zero."""
+
+    name: str = "cross_entropy"
+    convex: bool = True
+
+    def check(self, outputs: Tensor, targets: Tensor, what: str) -> None:
+        classes = outputs.shape[-1]
+        if classes < 2 or outputs.dim() < 2:
+            raise InvalidInput(
+                f"{what}: cross_entropy needs outputs (B, C) or (B, T, C) with C >= 2 classes, got "
+                f"outputs of shape {tuple(outputs.shape)}. For one logit a row use "
+                "loss='binary_cross_entropy'."
+            )
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise InvalidType(
+                f"{what}: cross_entropy needs integer class indices, got targets of dtype "
+                f"{targets.dtype}. Convert with targets.long(); for soft labels write a dw.Loss."
+            )
+        if targets.shape != outputs.shape[:-1]:
+            raise InvalidInput(
+                f"{what}: cross_entropy needs one class index an output vector, shape "
+                f"{tuple(outputs.shape[:-1])}, got targets of shape {tuple(targets.shape)}."
+            )
+        bad = ((targets < 0) & (targets != IGNORED)) | (targets >= classes)
+        if bool(bad.any()):
+            row = int(bad.reshape(len(targets), -1).any(1).nonzero()[0])
+            raise InvalidInput(
+                f"{what}: class {int(targets[bad][0])} (row {row} of this part) is outside the "
+                f"model's {classes} classes, 0 to {classes - 1} ({IGNORED} marks a position to "
+                "ignore)."
+            )
+
+    def _others(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Counted positions, safe indices (…, 1), and outputs with the target at minus infinity."""
+        targets = targets.long()
+        counted = targets != IGNORED
+        index = torch.where(counted, targets, 0).unsqueeze(-1)
+        return counted, index, outputs.scatter(-1, index, -torch.inf)
+
+    def margins(self, outputs: Float[Tensor, "B *T C"], targets: Tensor) -> Tensor:
+        """log p_t / (1 - p_t) of every position, 0 where it is ignored."""
+        counted, index, others = self._others(outputs, targets)
+        margin = outputs.gather(-1, index).squeeze(-1) - others.logsumexp(-1)
+        return torch.where(counted, margin, 0.0)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        # -log p_t = log(1 + exp(-margin)): relative precision also for a tiny loss.
+        losses = torch.where(
+            targets != IGNORED, -logsigmoid(self.margins(outputs, targets)), 0.0
+        )
+        return losses.reshape(len(losses), -1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        counted, index, _ = self._others(outputs, targets)
+        others = outputs.softmax(-1).scatter(-1, index, 0.0)
+        gradient = others.scatter(-1, index, -others.sum(-1, keepdim=True))
+        return gradient * counted.unsqueeze(-1)
+
+    def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        # H is blind to a shift of v, so v is measured from the likeliest class: no cancellation.
+        p = outputs.softmax(-1) * (targets != IGNORED).unsqueeze(-1)
+        top = p.argmax(-1, keepdim=True).expand(vectors.shape[:-1] + (1,))
+        shifted = vectors - vectors.gather(-1, top)
+        return p * (shifted - (p * shifted).sum(-1, keepdim=True))
+
+    def root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        r"""C - 1 rows a position: R = V^T diag(s), s = sqrt(p), V an orthonormal basis of s's
+        complement, the Householder reflection that takes e_k to s without its column k.
+
+        With k the likeliest class, R_jj = s_j (1 - s_j^2 / (1 + s_k)), R_ji = -s_j s_i^2 / (1 + s_k)
+        and R_jk = -s_j s_k for j, i != k: nothing cancels.
+        """
+        shape, classes = outputs.shape, outputs.shape[-1]
+        p = outputs.softmax(-1).reshape(-1, classes)
+        counted = (targets != IGNORED).reshape(-1, 1, 1)
+        top = p.argmax(-1)
+        s = p.sqrt()
+        s_top = s.gather(-1, top[:, None])
+        reflected = p / (1 + s_top)
+        reflected.scatter_(-1, top[:, None], s_top)
+        order = torch.arange(classes - 1, device=p.device).expand(len(p), -1)
+        kept = order + (order >= top[:, None])  # every class but the likeliest
+        s_kept = s.gather(-1, kept)
+        rows = -s_kept[:, :, None] * reflected[:, None, :]
+        rows.scatter_add_(2, kept[:, :, None], s_kept[:, :, None])
+        rows = rows * counted
+        if len(shape) == 2:
+            return rows.movedim(1, 0)
+        # One block a position: root (t, j) touches the outputs of position t only.
+        positions = shape[1:-1].numel()
+        blocks = rows.reshape(len(outputs), positions, classes - 1, classes)
+        spread = torch.diag_embed(blocks.permute(0, 2, 3, 1), dim1=1, dim2=3)
+        return spread.reshape(len(outputs), positions * (classes - 1), *shape[1:]).movedim(1, 0)
+
+    def root_size(self, output_shape: tuple[int, ...]) -> int:
+        return torch.Size(output_shape[:-1]).numel() * (output_shape[-1] - 1)
+
+
+@dataclass(frozen=True)
+class SquaredError:
+    """(1/2) |y - t|^2, summed over outputs."""
+
+    name: str = "squared_error"
+    convex: bool = True
+
+    def check(self, outputs: Tensor, targets: Tensor, what: str) -> None:
+        _check_same_shape(outputs, targets, what, self.name)
+        if targets.is_complex() or targets.dtype == torch.bool:
+            raise InvalidType(f"{what}: squared_error needs real targets, got {targets.dtype}.")
+        _finite(targets, what)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * self.gradient(outputs, targets).square().reshape(len(outputs), -1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs - targets.to(outputs.dtype).reshape(outputs.shape)
+
+    def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        return vectors
+
+    def root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        ones = torch.ones_like(outputs).reshape(len(outputs), -1)
+        return _spread(ones).reshape(-1, *outputs.shape)
+
+    def root_size(self, output_shape: tuple[int, ...]) -> int:
+        return torch.Size(output_shape).numel()
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy:
+    """-t log s(y) - (1 - t) log s(-y) on logits, summed over outputs; t in [0, 1]."""
+
+    name: str = "binary_cross_entropy"
+    convex: bool = True
+
+    def check(self, outputs: Tensor, targets: Tensor, what: str) -> None:
+        _check_same_shape(outputs, targets, what, self.name)
+        _finite(targets, what)
+        if bool(((targets < 0) | (targets > 1)).any()):
+            raise InvalidInput(
+                f"{what}: binary_cross_entropy needs targets in [0, 1], got values from "
+                f"{targets.min().item():g} to {targets.max().item():g}. For class indices above 1 "
+                "use loss='cross_entropy'."
+            )
+
+    def margins(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(2 t - 1) y of every output."""
+        return (2 * targets.to(outputs.dtype).reshape(outputs.shape) - 1) * outputs
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        t = targets.to(outputs.dtype).reshape(outputs.shape)
+        losses = -t * logsigmoid(outputs) - (1 - t) * logsigmoid(-outputs)
+        return losses.reshape(len(losses), -1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        t = targets.to(outputs.dtype).reshape(outputs.shape)
+        return (1 - t) * outputs.sigmoid() - t * (-outputs).sigmoid()
+
+    def _curvature(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid() * (-outputs).sigmoid()
+
+    def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        return self._curvature(outputs) * vectors
+
+    def root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weights = self._curvature(outputs).sqrt().reshape(len(outputs), -1)
+        return _spread(weights).reshape(-1, *outputs.shape)
+
+    def root_size(self, output_shape: tuple[int, ...]) -> int:
+        return torch.Size(output_shape).numel()
+
+
+@dataclass(frozen=True)
+class AutogradLoss:
+    """A user's loss, with its output gradient and Hessian from autograd."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    name: str
+    convex: bool = False  # unknown until `root` or `check_convex` has looked
+
+    def check(self, outputs: Tensor, targets: Tensor, what: str) -> None:
+        _finite(targets, what)
+        value = self.value(outputs[:1], targets[:1])
+        if not isinstance(value, Tensor) or value.shape != (1,):
+            raise InvalidInput(
+                f"{what}: the loss {self.name} must return one number a row, shape (B,), got "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} for "
+                "B = 1. Sum over outputs and positions, never over rows."
+            )
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.function(outputs, targets)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        leaf = outputs.detach().requires_grad_()
+        return torch.autograd.grad(self.value(leaf, targets).sum(), leaf)[0]
+
+    def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        leaf = outputs.detach().requires_grad_()
+        gradient = torch.autograd.grad(
+            self.value(leaf, targets).sum(), leaf, create_graph=True
+        )[0]
+        if not gradient.requires_grad:  # linear in the outputs
+            return torch.zeros_like(vectors)
+        products = [
+            torch.autograd.grad(
+                gradient, leaf, vector, retain_graph=True, materialize_grads=True
+            )[0]
+            for vector in vectors
+        ]
+        return torch.stack(products) if products else torch.zeros_like(vectors)
+
+    def hessian(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, "B M M"]:
+        rows, size = len(outputs), outputs[0].numel()
+        basis = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
+        vectors = basis[:, None, :].expand(size, rows, size).reshape(size, *outputs.shape)
+        return self.product(outputs, targets, vectors).reshape(size, rows, size).movedim(1, 0)
+
+    def root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(self.hessian(outputs, targets))
+        # An eigenvalue of a convex loss may come out at minus rounding.
+        floor = -1e-9 * values.abs().amax(-1, keepdim=True).clamp_min(1e-300)
+        if bool((values < floor).any()):
+            row = int((values < floor).any(1).nonzero()[0])
+            raise InvalidInput(
+                f"The loss {self.name} is not convex in the outputs: its output Hessian has the "
+                f"eigenvalue {values[row].min().item():.3g} (row {row} of this part). The "
+                "Gauss-Newton matrix would not be positive semidefinite; use "
+                "curvature='hessian', or a convex loss."
+            )
+        roots = values.clamp_min(0).sqrt()[:, :, None] * vectors.mT
+        return roots.movedim(1, 0).reshape(-1, *outputs.shape)
+
+    def root_size(self, output_shape: tuple[int, ...]) -> int:
+        return torch.Size(output_shape).numel()
+
+
+NAMED: dict[str, OutputLoss] = {
+    loss.name: loss for loss in (CrossEntropy(), SquaredError(), BinaryCrossEntropy())
+}
+
+
+def as_loss(loss: str | Loss | Callable[[Tensor, Tensor], Tensor]) -> OutputLoss:
+    """One of the named losses, or a user's own with its derivatives from autograd."""
+    if isinstance(loss, str):
+        if loss not in NAMED:
+            raise InvalidInput(
+                f"loss is {loss!r}; expected one of {', '.join(map(repr, NAMED))}, or a dw.Loss of "
+                "your own (an object with value(outputs, targets) -> one loss a row)."
+            )
+        return NAMED[loss]
+    if isinstance(loss, torch.nn.Module):
+        raise InvalidType(
+            f"loss is the module {type(loss).__name__}, which usually averages over rows. Pass a "
+            f"name ({', '.join(map(repr, NAMED))}) or a dw.Loss that returns one loss a row."
+        )
+    if isinstance(loss, CrossEntropy | SquaredError | BinaryCrossEntropy | AutogradLoss):
+        return loss
+    if isinstance(loss, Loss):
+        return AutogradLoss(loss.value, _name(loss))
+    if callable(loss):
+        return AutogradLoss(loss, _name(loss))
+    raise InvalidType(
+        f"loss is a {type(loss).__name__}; expected a name ({', '.join(map(repr, NAMED))}) or an "
+        "object with value(outputs, targets) -> one loss a row."
+    )
+
+
+def _name(thing: object) -> str:
+    return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+def check_convex(
+    loss: OutputLoss, outputs: Shaped[Tensor, "B *out"], targets: Shaped[Tensor, "B *rest"]
+) -> None:
+    """Raise unless the output Hessian of these rows is positive semidefinite."""
+    if not loss.convex:
+        loss.root(outputs, targets)

@@ -1,0 +1,94 @@
+"""Auto: the solver with the least arithmetic among those that fit in memory."""
+
+from dataclasses import dataclass
+
+from downweight.curvature.gauss_newton import GaussNewton
+from downweight.curvature.operator import Damped, Operator
+from downweight.curvature.over_rows import OverRows
+from downweight.memory import Budget, gibibytes, parse_bytes
+from downweight.shapes import Float
+from downweight.solvers.cg import CG
+from downweight.solvers.cholesky import Cholesky
+from downweight.solvers.dual import Dual
+from downweight.solvers.minres import MINRES
+from downweight.solvers.solver import Indefinite, Solution, Solver
+from torch import Tensor
+
+# Products that a CG to its tolerance takes a vector: 50 to 2,000 were seen, depending on λ. A guess.
+_CG_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The solver that was chosen, and the reason in words."""
+
+    solver: Solver
+    reason: str
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Counts operations for each exact solver and for CG, and takes the cheapest that fits.
+
+    `systems`: how many vectors will be solved for. `memory_limit`: bytes; None is the free memory.
+    """
+
+    systems: int = 1
+    memory_limit: int | str | None = None
+
+    def choose(self, operator: Operator, *, indefinite: Indefinite = "raise") -> Choice:
+        d, K = operator.size, self.systems
+        curvature, damping = operator, 0.0
+        while isinstance(curvature, Damped):
+            damping += curvature.damping
+            curvature = curvature.operator
+        limit = parse_bytes(self.memory_limit)
+        if limit is None and isinstance(curvature, OverRows):
+            limit = curvature.budget.limit
+        available = Budget(operator.device, limit).available()
+        # One product with a vector: 8 operations a parameter and row (2 gradients' worth).
+        product = 8.0 * d * (operator.rows or d)
+        options: list[tuple[float, int, Solver, str]] = [
+            (product * d + d**3 / 3, 24 * d**2, Cholesky(limit), f"d = {d:,}"),
+        ]
+        if isinstance(curvature, GaussNewton) and damping + curvature.task.l2 > 0:
+            size = len(curvature.task) * curvature.task.root_size
+            cost = size**3 / 3 + 2.0 * size**2 * K + 8.0 * d * size
+            kernel = f"N·C = {size:,}"
+            options.append((cost, Dual.needed_bytes(size), Dual(memory_limit=limit), kernel))
+        iterative: Solver = CG()
+        if indefinite == "allow" and not operator.positive:
+            iterative = MINRES()
+        # Six vectors of each system at work; influence solves in blocks, so one block must fit.
+        options.append((product * _CG_STEPS * K, 6 * 8 * d, iterative, f"{K:,} systems"))
+        fitting = [option for option in options if option[1] <= available] or options[-1:]
+        cost, needed, solver, why = min(fitting, key=lambda option: option[0])
+        left_out = [
+            f"{type(other).__name__} would need {gibibytes(bytes_)}"
+            for _, bytes_, other, _ in options
+            if bytes_ > available
+        ]
+        reason = (
+            f"auto chose {type(solver).__name__} ({why}): about {cost:.1g} operations and "
+            f"{gibibytes(needed)}" + (f"; {', '.join(left_out)}" if left_out else "") + "."
+        )
+        return Choice(solver, reason)
+
+    def init(
+        self, operator: Operator, *, indefinite: Indefinite = "raise"
+    ) -> tuple[Choice, object]:
+        choice = self.choose(operator, indefinite=indefinite)
+        return choice, choice.solver.init(operator, indefinite=indefinite)
+
+    def compute(
+        self, state: tuple[Choice, object], vectors: Float[Tensor, "K d"]
+    ) -> Solution:
+        choice, inner = state
+        solution = choice.solver.compute(inner, vectors)
+        return Solution(
+            solution.value,
+            solution.residual,
+            solution.steps,
+            solution.result,
+            {**solution.stats, "chosen": choice.reason},
+        )

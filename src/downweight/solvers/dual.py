@@ -1,0 +1,281 @@
+"""Dual: the exact damped Gauss-Newton solution through the (N·C, N·C) kernel of the outputs."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from downweight.curvature.gauss_newton import GaussNewton
+from downweight.curvature.operator import Damped, Operator
+from downweight.errors import InvalidInput, SingularSystem
+from downweight.features import RowGradients
+from downweight.gradients import Gradients, roots
+from downweight.kernel import Kernel
+from downweight.memory import Budget, parse_bytes
+from downweight.progress import track
+from downweight.shapes import Float
+from downweight.solvers.solver import (
+    Indefinite,
+    Pairing,
+    Result,
+    Solution,
+    check_indefinite,
+    check_rtol,
+    norms,
+)
+
+_REFINEMENTS = 3  # each gains about the digits that one solve has; two have always been enough
+
+# Right-hand sides that are held, and that are at work, at a time: these parts of the kernel's width,
+# so that they never take more than the kernel itself does. Guesses.
+_HELD, _WORK = 4, 8
+
+
+@dataclass(frozen=True)
+class Dual:
+    r"""The exact solution for A = (1/N) BᵀB + μI, with B the N r rows Rᵢ Jᵢ and μ = λ + ρ > 0:
+
+        A⁻¹ v = (v − Bᵀ (μN I + BBᵀ)⁻¹ B v) / μ
+
+    r is C for a squared error and C − 1 for a softmax. The kernel BBᵀ is formed from the layers'
+    inputs and output gradients where a parameter belongs to a linear map, from explicit per-row
+    gradients elsewhere; kernel and factor are float64 whatever the network's dtype. Gauss-Newton
+    with a convex loss only. Needs two (N r)² matrices in float64, and (N r)³/3 operations.
+
+    With w the error of the dual system, w = Bv − (μN I + K) y, the residual of the primal one is
+    Bᵀw / (μN), of norm √(wᵀKw) / (μN): known for every vector without another pass over the rows.
+
+    - `rtol`: solutions are refined until their relative residual is below it (at most three times);
+      above it they are returned as STAGNATED. None is 1e-10 in float64, 1e-4 in float32.
+    - `memory_limit`: bytes (or "8GiB") that may be used; None is the free memory.
+    """
+
+    rtol: float | None = None
+    memory_limit: int | str | None = None
+
+    def __post_init__(self) -> None:
+        check_rtol(self.rtol)
+        parse_bytes(self.memory_limit)
+
+    @staticmethod
+    def needed_bytes(size: int, systems: int = 1) -> int:
+        """Kernel and factor; and for so many systems right-hand sides, answers and products at work."""
+        held = min(systems, math.ceil(size / _HELD))
+        work = min(systems, math.ceil(size / _WORK))
+        return 8 * size * (2 * size + 2 * held + 4 * work)
+
+    def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> "DualState":
+        check_indefinite(indefinite)
+        curvature, damping = operator, 0.0
+        while isinstance(curvature, Damped):
+            damping += curvature.damping
+            curvature = curvature.operator
+        if not isinstance(curvature, GaussNewton) or curvature.rows != len(curvature.task):
+            raise InvalidInput(
+                f"Dual solves Gauss-Newton systems over all training rows, got {operator.describe()}: "
+                "only JᵀH_yJ has a kernel in the outputs. Use Cholesky(), MINRES() or CG()."
+            )
+        task = curvature.task
+        shift = damping + task.l2
+        if shift <= 0:
+            raise SingularSystem(
+                "Dual divides by damping + l2, which is 0. Give a damping > 0, or use Cholesky() or "
+                "CG(), which can solve a Gauss-Newton system without damping if it is not singular."
+            )
+        size = len(task) * task.root_size
+        limit = parse_bytes(self.memory_limit) or curvature.budget.limit
+        budget = Budget(task.device, limit)
+        needed = self.needed_bytes(size, size)
+        fits = int(size * math.sqrt(budget.available() / needed))
+        budget.require(
+            needed,
+            f"Dual's kernel for {len(task):,} rows × {task.root_size} outputs",
+            f"A kernel of {fits:,} would fit: {fits // task.root_size:,} rows, or use solver='cg', "
+            "which needs no matrix.",
+        )
+        kernel = Kernel(RowGradients(task), budget, curvature.row_bytes)
+        family = roots(task)
+        gram = kernel.gram(family, family)
+        factor = gram.clone().T  # column-major, as LAPACK wants it, so that nothing is copied again
+        factor.diagonal().add_(shift * len(task))
+        failed = torch.empty((), dtype=torch.int32, device=task.device)
+        torch.linalg.cholesky_ex(factor, out=(factor, failed))
+        if bool(failed):
+            raise SingularSystem(
+                f"The kernel system with damping + l2 = {shift:g} is singular to the precision of "
+                f"float64 (largest kernel entry {float(gram.diagonal().max()):.3g}). Raise the damping."
+            )
+        rtol = self.rtol or (1e-10 if task.dtype == torch.float64 else 1e-4)
+        return DualState(operator, curvature, kernel, gram, factor, shift, rtol)
+
+    def compute(self, state: "DualState", vectors: Float[Tensor, "K d"]) -> Solution:
+        return state.solve(vectors)
+
+    def pair(self, state: "DualState", left: Gradients, right: Gradients) -> Pairing:
+        return state.pair(left, right)
+
+    def quadratic(self, state: "DualState", family: Gradients) -> Pairing:
+        return state.quadratic(family)
+
+
+@dataclass(frozen=True, eq=False)
+class DualState:
+    """The kernel K = BBᵀ and the factor of K + μN I."""
+
+    operator: Operator
+    curvature: GaussNewton
+    kernel: Kernel
+    gram: Float[Tensor, "m m"]
+    factor: Float[Tensor, "m m"]
+    shift: float
+    rtol: float
+
+    @property
+    def _scale(self) -> float:
+        """μN."""
+        return self.shift * len(self.curvature.task)
+
+    # -- between families, in the kernel's space ----------------------------------------------
+
+    def pair(self, left: Gradients, right: Gradients) -> Pairing:
+        """vᵀ A⁻¹ v' for all pairs; systems are solved for the smaller family."""
+        train = roots(self.curvature.task)
+        turned = len(right) < len(left)
+        solved, other = (right, left) if turned else (left, right)
+        squared_norms = self.kernel.squared_norms(solved)
+        residual = torch.empty_like(squared_norms)
+        values = squared_norms.new_empty(len(solved), len(other))
+        for start in track(range(0, len(solved), self._held), f"Systems of {solved.what}"):
+            part = slice(start, min(start + self._held, len(solved)))
+            piece = solved.only(part.start, part.stop)
+            seen = piece.reduce(self.kernel.gram(train, piece), 1)
+            dual, residual[part] = self._solve_dual(seen, squared_norms[part])
+            del seen
+            # The other family may be all N rows: its columns come in blocks.
+            for first in track(range(0, len(other), self._work), f"Scores of {other.what}"):
+                columns = slice(first, min(first + self._work, len(other)))
+                theirs = other.only(columns.start, columns.stop)
+                direct = theirs.reduce(piece.reduce(self.kernel.gram(piece, theirs), 0), 1)
+                across = theirs.reduce(self.kernel.gram(train, theirs), 1)
+                values[part, columns] = direct.sub_(dual.T @ across)
+        values /= self.shift
+        return self._pairing(values.T if turned else values, residual, "right" if turned else "left")
+
+    def quadratic(self, family: Gradients) -> Pairing:
+        """vᵀ A⁻¹ v of every vector: (vᵀv − (Bv)ᵀ (K + μN I)⁻¹ Bv) / μ."""
+        train = roots(self.curvature.task)
+        values = self.kernel.squared_norms(family)
+        residual = torch.empty_like(values)
+        for start in track(range(0, len(family), self._held), f"Systems of {family.what}"):
+            part = slice(start, min(start + self._held, len(family)))
+            piece = family.only(part.start, part.stop)
+            seen = piece.reduce(self.kernel.gram(train, piece), 1)
+            dual, residual[part] = self._solve_dual(seen, values[part])
+            values[part] -= (seen * dual).sum(0)
+        return self._pairing(values / self.shift, residual, "left")
+
+    def _pairing(
+        self, values: Tensor, residual: Tensor, solved: Literal["left", "right"]
+    ) -> Pairing:
+        results = tuple(
+            Result.DIRECT if left <= self.rtol else Result.STAGNATED for left in residual.tolist()
+        )
+        memory = Dual.needed_bytes(len(self.gram), len(residual)) + values.nbytes
+        return Pairing(
+            values, residual, results, solved, {**self.stats, "memory_estimate": memory}
+        )
+
+    @property
+    def stats(self) -> dict[str, object]:
+        return {
+            "kernel_size": len(self.gram),
+            "kernel": self.kernel.formed.describe(),
+        }
+
+    @property
+    def _held(self) -> int:
+        return math.ceil(len(self.gram) / _HELD)
+
+    @property
+    def _work(self) -> int:
+        return math.ceil(len(self.gram) / _WORK)
+
+    def _inverse(self, wanted: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+        """(K + μN I)⁻¹ b, by two triangular solves: cholesky_solve would copy the factor."""
+        half = torch.linalg.solve_triangular(self.factor, wanted, upper=False)
+        return torch.linalg.solve_triangular(self.factor.T, half, upper=True)
+
+    def _solve_dual(
+        self, seen: Float[Tensor, "m n"], squared_norms: Float[Tensor, " n"]
+    ) -> tuple[Float[Tensor, "m n"], Float[Tensor, " n"]]:
+        """y with (K + μN I) y = B v, refined, and the relative residual of the primal system."""
+        dual = torch.empty_like(seen)
+        residual = torch.empty_like(squared_norms)
+        for start in range(0, seen.shape[1], self._work):
+            part = slice(start, start + self._work)
+            wanted, sizes = seen[:, part], squared_norms[part].sqrt()
+            y = self._inverse(wanted)
+            for remaining in reversed(range(_REFINEMENTS + 1)):
+                missing = torch.addmm(wanted, self.gram, y, alpha=-1).sub_(y, alpha=self._scale)
+                squared = (missing * (self.gram @ missing)).sum(0).clamp_min_(0)
+                left = squared.sqrt() / (self._scale * torch.where(sizes > 0, sizes, 1.0))
+                if remaining == 0 or bool((left <= self.rtol).all()):
+                    break
+                y += self._inverse(missing)
+            dual[:, part], residual[part] = y, left
+        return dual, residual
+
+    # -- for any vectors ----------------------------------------------------------------------
+
+    def solve(self, vectors: Float[Tensor, "K d"]) -> Solution:
+        """Solutions for any vectors, refined with products of the operator itself."""
+        sizes = norms(vectors)
+        safe = torch.where(sizes > 0, sizes, 1.0)
+        value = self._apply(vectors)
+        best = torch.full_like(sizes, torch.inf)
+        kept = value
+        matvecs = 0
+        for remaining in reversed(range(_REFINEMENTS + 1)):
+            missing = vectors - self.operator.product(value)
+            matvecs += len(vectors)
+            residual = norms(missing) / safe
+            better = residual < best
+            kept = torch.where(better[:, None], value, kept)
+            best = torch.minimum(best, residual)
+            if remaining == 0 or bool((best <= self.rtol).all()) or not bool(better.any()):
+                break
+            value = kept + self._apply(missing)
+        results = tuple(
+            Result.ZERO if size == 0 else Result.DIRECT if left <= self.rtol else Result.STAGNATED
+            for left, size in zip(best.tolist(), sizes.tolist(), strict=True)
+        )
+        steps = torch.ones(len(vectors), dtype=torch.long, device=vectors.device)
+        return Solution(kept, best, steps, results, {**self.stats, "matvecs": matvecs})
+
+    def _apply(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
+        task = self.curvature.task
+        seen = [
+            torch.einsum("kbo,rbo->kbr", at.push(vectors).flatten(2).double(), root).flatten(1)
+            for at, root in self._linearized()
+        ]
+        dual = self._inverse(torch.cat(seen, 1).T).T
+        pulled, start = torch.zeros_like(vectors), 0
+        for at, root in self._linearized():
+            count = root.shape[1] * root.shape[0]
+            part = dual[:, start : start + count].unflatten(1, (root.shape[1], root.shape[0]))
+            start += count
+            cotangents = torch.einsum("kbr,rbo->kbo", part, root)
+            pulled += at.pull(cotangents.unflatten(2, task.output_shape))
+        return (vectors - pulled).div_(self.shift)
+
+    def _linearized(self) -> Iterator[tuple]:
+        """(linearisation, roots (r, B, outputs)) by chunks of the training rows."""
+        task = self.curvature.task
+        with task.evaluating():
+            for chunk in self.curvature.chunks():
+                at = chunk.linearization
+                root = task.output_root(at.outputs, chunk.targets, chunk.weights)
+                yield at, root.flatten(2)

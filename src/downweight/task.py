@@ -1,0 +1,569 @@
+"""A task: a model, its loss and its training rows, at the parameters θˢ that the model holds."""
+
+import contextlib
+import copy
+import hashlib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from downweight.errors import DownweightWarning, InvalidInput, InvalidType, NonFinite
+from downweight.linearization import Linearization
+from downweight.losses import Loss, as_loss
+from downweight.rows import Inputs, Rows, TensorRows, as_rows, chunks, map_tensors, tensors_of
+from downweight.shapes import Float, Int, Shaped
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many of the model's parameters an answer is about."""
+
+    covered: int
+    total: int
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.left_out:
+            return f"all {self.total:,} parameters"
+        return (
+            f"{self.covered:,} of {self.total:,} parameters "
+            f"({', '.join(self.left_out[:4])}{', …' if len(self.left_out) > 4 else ''} left out)"
+        )
+
+
+class _Caller(nn.Module):
+    """The model behind one call signature, so that parameters can be swapped by name."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[Any, Any], Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self._forward = forward
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        if self._forward is not None:
+            return self._forward(self.model, inputs)
+        if isinstance(inputs, Mapping):
+            return self.model(**inputs)
+        if isinstance(inputs, tuple):
+            return self.model(*inputs)
+        return self.model(inputs)
+
+
+class Task:
+    r"""A model, its loss and its training rows: the problem, and nothing of how it is solved.
+
+    The cost is J(θ) = (1/N) Σ wᵢ L(f(θ, xᵢ), tᵢ) + (l2/2)‖θ‖², with θ the chosen trainable
+    parameters in the order of `model.named_parameters()`. θˢ is what the model holds when a
+    function is called; it need not be a minimiser. Removing row i takes wᵢ L(zᵢ)/N out of J.
+
+    model: any module whose rows do not see each other; outputs (B, C) or (B, T, C). It is evaluated
+        in eval mode and left as it was.
+    loss: "cross_entropy", "squared_error" (½‖y − t‖²), "binary_cross_entropy" (on logits), or a
+        `Loss` of one's own. A row's loss is the sum over its outputs and positions, times
+        `loss_scale`.
+    train: (inputs, targets), inputs a tensor, a dict or a tuple of tensors; or a map-style dataset.
+    parameters: names to restrict the analysis to; every other parameter counts as a constant.
+    forward: callable(model, inputs) -> outputs, where calling the model is not enough.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Loss | Callable[[Tensor, Tensor], Tensor],
+        train: Any,
+        *,
+        l2: float = 0.0,
+        loss_scale: float = 1.0,
+        weights: Any = None,
+        parameters: Sequence[str] | None = None,
+        row_ids: Sequence[Any] | None = None,
+        forward: Callable[[Any, Any], Tensor] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InvalidType(
+                f"model is a {type(model).__name__}; expected a torch.nn.Module that holds θˢ."
+            )
+        # A compiled module has no double backward; its original computes the same.
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self.loss = as_loss(loss)
+        self.l2 = _nonnegative(l2, "l2")
+        self.loss_scale = _nonnegative(loss_scale, "loss_scale")
+        if self.loss_scale == 0:
+            raise InvalidInput("loss_scale is 0; expected a positive number.")
+        if forward is not None and not callable(forward):
+            raise InvalidType("forward must be a callable(model, inputs) -> outputs, or None.")
+        self._forward = forward
+        self._caller = _Caller(self.model, forward)
+        self._override: dict[str, Tensor] = {}
+        self.names = _choose_parameters(self.model, parameters)
+        chosen = dict(self.model.named_parameters())
+        self._shapes = [chosen[name].shape for name in self.names]
+        first = chosen[self.names[0]]
+        self.dtype, self.device = first.dtype, first.device
+        _check_parameters(chosen, self.dtype, self.device)
+        self.rows = self.read_rows(train, "train")
+        self.weights = _check_weights(weights, len(self.rows), self.device)
+        self.row_ids = None if row_ids is None else list(row_ids)
+        if self.row_ids is not None and len(self.row_ids) != len(self.rows):
+            raise InvalidInput(
+                f"row_ids has {len(self.row_ids)} entries for {len(self.rows)} training rows."
+            )
+        self.output_shape = self._probe()
+        self._check_targets(self.rows, "train")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return (
+            f"Task({type(self.model).__name__}, loss={self.loss.name!r}, rows={len(self)}, "
+            f"parameters={self.size:,}, l2={self.l2:g}, dtype={self.dtype}, device={self.device})"
+        )
+
+    # -- parameters -------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """d, the number of covered parameters."""
+        return sum(shape.numel() for shape in self._shapes)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The covered parameters by name, detached: θˢ, or what `with_parameters` was given."""
+        live = self._values()
+        return {name: live[name] for name in self.names}
+
+    def _values(self) -> dict[str, Tensor]:
+        """Every parameter and buffer of the model, detached."""
+        live = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: value.detach() for name, value in live} | self._override
+
+    @property
+    def flat(self) -> Float[Tensor, " d"]:
+        """The covered parameters as one vector, a copy."""
+        return torch.cat([value.reshape(-1) for value in self.params.values()])
+
+    def with_parameters(self, flat: Shaped[Tensor, " d"]) -> "Task":
+        """The same task at other parameters; the model is not touched."""
+        flat = torch.as_tensor(flat)
+        if flat.shape != (self.size,):
+            raise InvalidInput(
+                f"with_parameters got a tensor of shape {tuple(flat.shape)}; expected "
+                f"({self.size},), the covered parameters in the order of named_parameters()."
+            )
+        if not bool(flat.isfinite().all()):
+            raise NonFinite("with_parameters got NaN or infinite parameters.")
+        pieces = flat.detach().to(self.device, self.dtype).clone()
+        pieces = pieces.split([shape.numel() for shape in self._shapes])
+        task = copy.copy(self)
+        task._override = self._override | {
+            name: piece.reshape(shape)
+            for name, piece, shape in zip(self.names, pieces, self._shapes, strict=True)
+        }
+        return task
+
+    def with_state(self, state: Mapping[str, Tensor]) -> "Task":
+        """The same task at the parameters and buffers of a state dict; the model is not touched."""
+        values = self._values()
+        unknown = [name for name in state if name not in self.model.state_dict()]
+        wrong = [
+            name
+            for name in values
+            if name not in state or torch.as_tensor(state[name]).shape != values[name].shape
+        ]
+        wrong = [name for name in wrong if name in self.model.state_dict()]
+        if unknown or wrong:
+            raise InvalidInput(
+                f"The state dict does not fit the model: unknown {unknown}, missing or of another "
+                f"shape {wrong}."
+            )
+        task = copy.copy(self)
+        task._override = self._override | {
+            name: state[name].detach().to(value).clone()
+            for name, value in values.items()
+            if name in state
+        }
+        return task
+
+    def restricted_to(self, names: Sequence[str]) -> "Task":
+        """The same task with fewer covered parameters; the others become constants."""
+        task = copy.copy(self)
+        task.names = tuple(name for name in self.names if name in set(names))
+        kept = dict(zip(self.names, self._shapes, strict=True))
+        task._shapes = [kept[name] for name in task.names]
+        return task
+
+    @property
+    def coverage(self) -> Coverage:
+        sizes = {name: value.numel() for name, value in self.model.named_parameters()}
+        left_out = tuple(name for name in sizes if name not in set(self.names))
+        return Coverage(self.size, sum(sizes.values()), left_out)
+
+    # -- rows -------------------------------------------------------------------------------
+
+    def read_rows(self, data: Any, what: str) -> Rows:
+        """Rows on the model's device and in its dtype, checked; `what` names them in errors."""
+        return as_rows(data, self.device, self.dtype, what)
+
+    def query_rows(self, data: Any, what: str = "queries") -> Rows:
+        """As `read_rows`, with the targets checked against the model's outputs."""
+        rows = self.read_rows(data, what)
+        self._check_row_shapes(rows, what)
+        self._check_targets(rows, what)
+        return rows
+
+    def weights_of(self, index: Int[Tensor, " B"]) -> Tensor | None:
+        return None if self.weights is None else self.weights[index.to(self.device)]
+
+    def mean(self, index: Int[Tensor, " n"], size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """(1/n) Σ over chunks of rows of `function(chunk)`: the only place that divides by n."""
+        total: Tensor | None = None
+        for chunk in chunks(index, size):
+            part = function(chunk)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.div_(len(index))
+
+    # -- the network ------------------------------------------------------------------------
+
+    def forward(self, params: dict[str, Tensor], inputs: Inputs) -> Shaped[Tensor, "B *out"]:
+        """Outputs at any parameters, (B, C) or (B, T, C); autograd sees `params` only."""
+        swapped = {f"model.{name}": value for name, value in (self._values() | params).items()}
+        outputs = functional_call(self._caller, swapped, (inputs,))
+        if not isinstance(outputs, Tensor):
+            raise InvalidType(
+                f"The model returned a {type(outputs).__name__}; expected a tensor of outputs. "
+                "Pick it with forward=, for example forward=lambda model, x: model(**x).logits."
+            )
+        return outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs
+
+    def outputs(self, inputs: Any) -> Shaped[Tensor, "B *out"]:
+        """The outputs of these inputs at the task's parameters, without a graph."""
+        rows = TensorRows(inputs, torch.zeros(len(tensors_of(inputs)[0][1])), self.device, self.dtype)
+        moved, _ = rows.read(torch.arange(len(rows)))
+        with self.evaluating(), torch.no_grad():
+            return self.forward(self.params, moved)
+
+    def linearize(
+        self, inputs: Inputs, cotangent: Callable[[Tensor], Tensor] | None = None
+    ) -> Linearization:
+        params = self.params
+        return Linearization(lambda swapped: self.forward(swapped, inputs), params, cotangent)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode, full precision and differentiable kernels; everything as before afterwards.
+
+        TF32, autocast, fused attention and cuDNN's recurrent kernels are off inside: the first two
+        lose digits that ε = 1/N needs, the others cannot be differentiated twice.
+        """
+        training = [module for module in self.model.modules() if module.training]
+        recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
+        fastpath = torch.backends.mha.get_fastpath_enabled()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_full_precision())
+            if recurrent:
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+            torch.backends.mha.set_fastpath_enabled(False)
+            for module in training:
+                stack.callback(setattr, module, "training", True)
+                module.training = False
+            yield
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of any result on this task should know."""
+        notes = []
+        switched = [name for name, module in self.model.named_modules() if module.training]
+        if switched:
+            notes.append(
+                "The model was in train mode; it was evaluated in eval mode (dropout off, running "
+                "batch statistics) and put back."
+            )
+        if self.coverage.left_out:
+            notes.append(f"Covers {self.coverage}.")
+        return notes
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes that the linearisation of one row holds, counted on a few rows."""
+        live = {value.untyped_storage().data_ptr() for value in self._values().values()}
+        seen: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in live:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        few = torch.arange(min(4, len(self)))
+        inputs, _ = self.rows.read(few)
+        with self.evaluating(), saved_tensors_hooks(count, lambda tensor: tensor):
+            # Held until the sum is taken, so that no address is counted twice.
+            linearization = self.linearize(inputs)
+        held = sum(seen.values())
+        del linearization
+        return max(1, held // len(few))
+
+    # -- losses -----------------------------------------------------------------------------
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, " B"]:
+        """L of every row, float64."""
+        return self.loss_scale * self.loss.value(outputs.double(), targets)
+
+    def row_losses(self, index: Tensor | None = None) -> Float[Tensor, " n"]:
+        """L of every training row (or of these) at the task's parameters, float64."""
+        return self.losses_of(self.rows, index)
+
+    def losses_of(self, rows: Rows, index: Tensor | None = None) -> Float[Tensor, " n"]:
+        index = torch.arange(len(rows)) if index is None else index
+        parts, params = [], self.params
+        with self.evaluating(), torch.no_grad():
+            for chunk in chunks(index, 1024):
+                inputs, targets = rows.read(chunk)
+                parts.append(self.losses(self.forward(params, inputs), targets))
+        return torch.cat(parts)
+
+    def output_gradient(
+        self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
+    ) -> Shaped[Tensor, "B *out"]:
+        """∂L/∂y of every row, times its weight, float64."""
+        gradient = self.loss_scale * self.loss.gradient(outputs.double(), targets)
+        return gradient if weights is None else gradient * _column(weights, gradient, 0)
+
+    def output_product(
+        self, outputs: Tensor, targets: Tensor, vectors: Tensor, weights: Tensor | None = None
+    ) -> Shaped[Tensor, "K B *out"]:
+        """H_y v of every row, times its weight, float64."""
+        product = self.loss.product(outputs.double(), targets, vectors.double())
+        product = self.loss_scale * product
+        return product if weights is None else product * _column(weights, product, 1)
+
+    def output_root(
+        self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
+    ) -> Shaped[Tensor, "r B *out"]:
+        """R with RᵀR = w H_y for every row, float64."""
+        root = math.sqrt(self.loss_scale) * self.loss.root(outputs.double(), targets)
+        return root if weights is None else root * _column(weights.sqrt(), root, 1)
+
+    @property
+    def root_size(self) -> int:
+        """Rows of the root of one training row's output Hessian."""
+        return self.loss.root_size(self.output_shape)
+
+    # -- identity ---------------------------------------------------------------------------
+
+    @cached_property
+    def _data_fingerprint(self) -> dict[str, str]:
+        inputs, targets = hashlib.sha256(), hashlib.sha256()
+        for chunk in chunks(torch.arange(len(self)), 4096):
+            part, target = self.rows.read(chunk)
+            for _, tensor in tensors_of(part):
+                inputs.update(_bytes(tensor))
+            targets.update(_bytes(target))
+        return {"inputs": inputs.hexdigest(), "targets": targets.hexdigest()}
+
+    def fingerprint(self) -> dict[str, str]:
+        """What identifies the task: θˢ, training inputs and targets, loss, l2, dtype, weights."""
+        settings = [
+            self.loss.name,
+            _code(getattr(self.loss, "function", None)),
+            _code(self._forward),
+            repr(self.l2),
+            repr(self.loss_scale),
+            str(self.dtype),
+            repr(self.names),
+            "" if self.weights is None else hashlib.sha256(_bytes(self.weights)).hexdigest(),
+        ]
+        return {
+            "parameters": hashlib.sha256(_bytes(self.flat)).hexdigest(),
+            **self._data_fingerprint,
+            "settings": hashlib.sha256("\n".join(settings).encode()).hexdigest(),
+        }
+
+    # -- checks -----------------------------------------------------------------------------
+
+    def _probe(self) -> tuple[int, ...]:
+        """The outputs' shape a row; refuses outputs that depend on the batch or on chance."""
+        few = torch.arange(min(3, len(self.rows)))
+        inputs, _ = self.rows.read(few)
+        alone = map_tensors(lambda tensor: tensor[:1], inputs)
+        with self.evaluating(), torch.no_grad():
+            together, single = self.forward(self.params, inputs), self.forward(self.params, alone)
+        if together.dim() not in (2, 3) or len(together) != len(few):
+            raise InvalidInput(
+                f"The model gives outputs of shape {tuple(together.shape)} for {len(few)} rows; "
+                "expected (B, C) or (B, T, C), rows first. Reshape them with forward=, for example "
+                "forward=lambda model, x: model(x).flatten(1)."
+            )
+        if not bool(together.isfinite().all()):
+            raise NonFinite(
+                "The model's outputs on the first training rows are NaN or infinite. Check the "
+                "parameters (did training diverge?) and the inputs."
+            )
+        scale = single.abs().max().clamp_min(1e-30)
+        if bool((together[:1] - single).abs().max() > 1e-3 * scale):
+            raise InvalidInput(
+                "A row's outputs change with the other rows of its batch, or from call to call "
+                "(batch statistics without running averages, dropout outside eval mode, other "
+                "randomness). Influence of a row is not defined then; make the model "
+                "deterministic and row by row in eval mode."
+            )
+        return tuple(together.shape[1:])
+
+    def _check_row_shapes(self, rows: Rows, what: str) -> None:
+        inputs, _ = rows.read(torch.arange(1))
+        expected, _ = self.rows.read(torch.arange(1))
+        for (name, one), (_, two) in zip(tensors_of(inputs), tensors_of(expected), strict=False):
+            if one.shape[1:] != two.shape[1:] and one.dim() != two.dim():
+                raise InvalidInput(
+                    f"{what}: {name} of a row have shape {tuple(one.shape[1:])}, the training rows "
+                    f"have {tuple(two.shape[1:])}."
+                )
+
+    def _check_targets(self, rows: Rows, what: str) -> None:
+        """Check all targets that are held; those of a streamed dataset when they are read."""
+        if isinstance(rows, TensorRows):
+            example = torch.empty(0, dtype=self.dtype, device=rows.targets.device)
+            outputs = example.expand(0).new_zeros(1, *self.output_shape)
+            outputs = outputs.expand(len(rows), *self.output_shape)
+            self.loss.check(outputs, rows.targets, what)
+
+    def check_chunk(self, outputs: Tensor, targets: Tensor, index: Tensor, what: str) -> None:
+        """Refuse non-finite outputs, naming the row; check the targets of streamed rows."""
+        finite = outputs.isfinite().reshape(len(outputs), -1).all(1)
+        if not bool(finite.all()):
+            row = int(index[int((~finite).nonzero()[0])])
+            raise NonFinite(
+                f"The model's outputs for row {row} of {what} are NaN or infinite. Check that "
+                "row, and the parameters."
+            )
+        if not isinstance(self.rows, TensorRows):
+            self.loss.check(outputs, targets, what)
+
+
+def _column(weights: Tensor, like: Tensor, position: int) -> Tensor:
+    shape = [1] * like.dim()
+    shape[position] = -1
+    return weights.to(like.dtype).reshape(shape)
+
+
+def _nonnegative(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise InvalidType(f"{name} is a {type(value).__name__}; expected a number >= 0.")
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise InvalidInput(f"{name} is {number:g}; expected a finite number >= 0.")
+    return number
+
+
+def _check_weights(weights: Any, count: int, device: torch.device) -> Tensor | None:
+    if weights is None:
+        return None
+    weights = torch.as_tensor(weights).detach().to(device, torch.float64)
+    if weights.shape != (count,):
+        raise InvalidInput(
+            f"weights have shape {tuple(weights.shape)}; expected one a training row, ({count},)."
+        )
+    if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
+        raise InvalidInput("weights must be finite and >= 0; a negative weight is no cost.")
+    return weights
+
+
+def _choose_parameters(model: nn.Module, chosen: Sequence[str] | None) -> tuple[str, ...]:
+    for name, value in model.named_parameters():
+        if isinstance(value, nn.parameter.UninitializedParameter):
+            raise InvalidInput(f"Parameter {name} is not initialised; run the model once first.")
+    trainable = [name for name, value in model.named_parameters() if value.requires_grad]
+    if not trainable:
+        raise InvalidInput(
+            "The model has no trainable parameters (requires_grad is False for all, or it has "
+            "none). Influence acts through trainable parameters; switch requires_grad on."
+        )
+    if chosen is None:
+        return tuple(trainable)
+    if isinstance(chosen, str):
+        raise InvalidType(f"parameters is the text {chosen!r}; expected a list of names.")
+    unknown = [name for name in chosen if name not in trainable]
+    if unknown or not chosen:
+        raise InvalidInput(
+            f"parameters={list(chosen)!r}: {unknown or 'an empty list'} not among the trainable "
+            f"parameters. Choose from {trainable}."
+        )
+    return tuple(name for name in trainable if name in set(chosen))
+
+
+def _check_parameters(
+    params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device
+) -> None:
+    for name, value in params.items():
+        if value.is_floating_point() and (value.dtype, value.device) != (dtype, device):
+            raise InvalidType(
+                f"Parameter {name} is {value.dtype} on {value.device}, others are {dtype} on "
+                f"{device}; all must agree. Use model.to(device, dtype)."
+            )
+        if not bool(value.isfinite().all()):
+            raise NonFinite(f"Parameter {name} has NaN or infinite values (did training diverge?).")
+    if dtype not in (torch.float32, torch.float64):
+        raise InvalidType(
+            f"The model's parameters are {dtype}; influence at ε = 1/N needs float32 or float64. "
+            "Use model.float() or model.double()."
+        )
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """No TF32 inside, through whichever switch this version of torch has."""
+    switches: list[tuple[Any, str, Any]] = []
+    for backend in (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)):
+        if backend is not None and hasattr(backend, "fp32_precision"):
+            switches.append((backend, "fp32_precision", "ieee"))
+    if len(switches) < 2:
+        switches = [
+            (torch.backends.cuda.matmul, "allow_tf32", False),
+            (torch.backends.cudnn, "allow_tf32", False),
+        ]
+    before = [getattr(holder, name) for holder, name, _ in switches]
+    try:
+        for holder, name, value in switches:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for (holder, name, _), value in zip(switches, before, strict=True):
+            setattr(holder, name, value)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    return header + tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+def _code(function: Any) -> str:
+    """What a callable does, as far as that can be told: its name and its source."""
+    if function is None:
+        return ""
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    try:
+        return name + inspect.getsource(function)
+    except (OSError, TypeError):
+        return name
+
+
+def warn(message: str) -> None:
+    """A DownweightWarning that points at the user's line."""
+    warnings.warn(message, DownweightWarning, stacklevel=3)

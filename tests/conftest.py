@@ -1,0 +1,10 @@
+"""Set-up of every test: shapes in annotations are checked at run time, and torch keeps to few threads."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # more threads than cores make small products slow
+
+from jaxtyping import install_import_hook
+
+# Before anything imports the package: the annotations of modules imported under the hook are checked.
+install_import_hook("downweight", "typechecker.check")

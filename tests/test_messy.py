@@ -1,0 +1,585 @@
+"""What users do wrong: each gives a right answer or an error that says what to do, and the model stays as it was."""
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import CASES, Case, classification, mlp, oracle_of
+from torch import Tensor, nn
+from unchecked import downweight as dw
+from unchecked import use  # noqa: F401
+from untouched import untouched
+
+pytestmark = pytest.mark.usefixtures("use")
+
+
+@pytest.fixture
+def made() -> Case:
+    """A fresh copy of the smooth network, with gradients on its parameters that must not be touched."""
+    original = CASES["mlp_smooth"]()
+    model = copy.deepcopy(original.model)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    return Case(model, original.loss, original.train, original.queries, original.candidates, original.settings)
+
+
+@contextlib.contextmanager
+def refused(*kinds: type[BaseException], match: str | None = None) -> Iterator[pytest.ExceptionInfo]:
+    """The package's own error, and one of Python's kinds too; never a bare message from the depths of torch."""
+    with pytest.raises(dw.DownweightError, match=match) as caught:
+        yield caught
+    assert not kinds or isinstance(caught.value, kinds), type(caught.value).__mro__
+    assert len(str(caught.value)) > 20
+
+
+# data
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["train", "queries", "candidates"])
+def test_nan_in_the_inputs(made, where, bad):
+    parts = {"train": made.train, "queries": made.queries, "candidates": made.candidates}
+    inputs, targets = parts[where]
+    inputs = inputs.clone()
+    inputs[1, 2] = bad
+    parts[where] = (inputs, targets)
+    with untouched(made.model), refused(ValueError, match=r"(?i)nan|infinite|finite"):
+        task = dw.Task(made.model, made.loss, parts["train"])
+        dw.influence(task, queries=parts["queries"], candidates=parts["candidates"], damping=0.1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_in_the_targets(bad):
+    made = CASES["regression_three_outputs"]()
+    targets = made.train[1].clone()
+    targets[4, 1] = bad
+    with untouched(made.model), refused(ValueError, match="(?i)nan|infinite|finite"):
+        dw.Task(made.model, made.loss, (made.train[0], targets))
+
+
+def test_nan_in_the_parameters(made):
+    with torch.no_grad():
+        made.model[0].weight[0, 0] = math.nan
+    with untouched(made.model), refused(ValueError, match="(?i)nan|infinite|finite"):
+        dw.influence(made.task(), queries=made.queries, damping=0.1)
+
+
+def test_nan_in_one_row_of_a_dataset(made):
+    """Found when it is read, and named; not averaged into every score."""
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            inputs = made.train[0][index].clone()
+            if index == 6:
+                inputs[0] = math.nan
+            return inputs, made.train[1][index]
+
+    with untouched(made.model), refused(ValueError, match="6"):
+        dw.influence(dw.Task(made.model, made.loss, Rows()), queries=made.queries, damping=0.1)
+
+
+def test_nan_from_the_model():
+    """Finite data and parameters, and a network that divides by zero for one row."""
+
+    class Divides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x / x[:, :1])
+
+    model = Divides().double()
+    inputs = torch.arange(-4.0, 8.0).double().reshape(6, 2)  # row 2 is (0, 1)
+    with untouched(model), refused(ValueError, match="(?i)nan|infinite|finite"):
+        task = dw.Task(model, "cross_entropy", (inputs, torch.zeros(6, dtype=torch.long)))
+        dw.influence(task, queries=(inputs[3:], torch.ones(3, dtype=torch.long)), damping=0.1)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        torch.zeros(10),  # float labels for classes
+        torch.zeros(10, 3),  # one-hot
+        torch.zeros(9, dtype=torch.long),  # one too few
+        torch.zeros(10, 2, dtype=torch.long),
+        torch.full((10,), 3),  # three classes: 0, 1, 2
+        torch.full((10,), -1),
+        torch.zeros(10, dtype=torch.complex64),
+    ],
+    ids=["float", "one-hot", "short", "matrix", "class 3", "class -1", "complex"],
+)
+@pytest.mark.parametrize("where", ["train", "queries"])
+def test_targets_that_are_not_class_numbers(made, targets, where):
+    with untouched(made.model), refused(ValueError, TypeError):
+        if where == "train":
+            dw.Task(made.model, "cross_entropy", (made.train[0], targets))
+        else:
+            dw.influence(made.task(), queries=(made.train[0], targets), damping=0.1)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [torch.zeros(10, 2).double(), torch.zeros(10).double(), torch.zeros(10, 3, 1).double()],
+    ids=["narrow", "flat", "deep"],
+)
+@pytest.mark.parametrize("loss", ["squared_error", "binary_cross_entropy"])
+def test_targets_of_another_shape_are_never_broadcast(made, targets, loss):
+    with untouched(made.model), refused(ValueError):
+        dw.Task(made.model, loss, (made.train[0], targets))
+
+
+@pytest.mark.parametrize("value", [-1.0, 2.0])
+def test_binary_targets_outside_zero_to_one(value):
+    made = CASES["binary_three_outputs"]()
+    targets = made.train[1].clone()
+    targets[2, 1] = value
+    with untouched(made.model), refused(ValueError, match="0.*1"):
+        dw.Task(made.model, made.loss, (made.train[0], targets))
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(4, 7).double(), torch.zeros(4).double(), torch.zeros(4, 4, 4).double()])
+def test_queries_of_another_shape(made, inputs):
+    """The model cannot eat them; the error is ours, or names the shapes."""
+    with untouched(made.model), pytest.raises((dw.DownweightError, RuntimeError)) as caught:
+        dw.influence(made.task(), queries=(inputs, torch.zeros(4, dtype=torch.long)), damping=0.1)
+    assert "shape" in str(caught.value)
+
+
+def test_an_empty_query_set(made):
+    """A right answer, (0, N), or a clear error."""
+    queries = (made.queries[0][:0], made.queries[1][:0])
+    with untouched(made.model):
+        try:
+            scores = dw.influence(made.task(), queries=queries, damping=0.1)
+        except dw.DownweightError as error:
+            assert "empty" in str(error) or "no " in str(error) or "0 " in str(error)  # noqa: PT017
+        else:
+            assert scores.values.shape == (0, 10)
+
+
+def test_an_empty_training_set(made):
+    with untouched(made.model), refused(ValueError):
+        dw.Task(made.model, made.loss, (made.train[0][:0], made.train[1][:0]))
+
+
+def test_one_training_row(made):
+    """N = 1 is a task like any other."""
+    train = (made.train[0][:1], made.train[1][:1])
+    one = Case(made.model, made.loss, train, made.queries, made.candidates, made.settings)
+    with untouched(made.model):
+        scores = dw.influence(one.task(), queries=made.queries, damping=0.1)
+    truth = one.oracle().scores(made.queries, "gauss_newton", 0.1)
+    torch.testing.assert_close(scores.values, truth, rtol=1e-8, atol=1e-14)
+
+
+def test_a_float_model_with_double_data(made):
+    """The data is brought to the model's precision, or the mismatch is named; no error from inside a layer."""
+    model = copy.deepcopy(made.model).float()
+    with untouched(model):
+        try:
+            scores = dw.influence(dw.Task(model, made.loss, made.train, l2=0.02), queries=made.queries, damping=0.05)
+        except dw.DownweightError as error:
+            assert "dtype" in str(error) or "float" in str(error)  # noqa: PT017
+        else:
+            truth = oracle_of("mlp_smooth").scores(made.queries, "gauss_newton", 0.05)
+            assert (scores.values.double() - truth).abs().max() <= 3e-4 * truth.abs().max()
+
+
+# models
+
+
+class Noisy(nn.Module):
+    """Dropout and batch statistics, some submodules in train mode and some not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+
+@pytest.fixture
+def noisy() -> Case:
+    with torch.random.fork_rng():
+        torch.manual_seed(12)
+        made = classification(Noisy().double(), (4,), 3)
+        made.model.norm.running_mean.normal_()
+        made.model.norm.running_var.uniform_(0.5, 2)
+    return made
+
+
+def test_train_mode_with_dropout(noisy):
+    """Evaluated in eval mode, said so in the notes, and put back as it was: some modules in train mode, some not."""
+    noisy.model.train()
+    noisy.model.last.eval()
+    noisy.model.norm.eval()
+    with untouched(noisy.model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", dw.DownweightWarning)  # it may say so by a warning too
+        task = noisy.task()
+        scores = dw.influence(task, queries=noisy.queries, damping=0.05)
+        dw.self_influence(task, damping=0.05)
+        dw.parameter_shift(task, remove=[[1]], damping=0.05)
+        dw.grad_dot(task, noisy.queries)
+    assert any("eval" in note for note in scores.notes)
+    truth = noisy.oracle().scores(noisy.queries, "gauss_newton", 0.05)
+    torch.testing.assert_close(scores.values, truth, rtol=1e-8, atol=1e-14)
+
+
+def test_a_lambda_in_the_task():
+    """A forward and a loss that cannot be pickled: nothing here needs to."""
+    made = CASES["mlp_smooth"]()
+    task = dw.Task(
+        made.model,
+        lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="none"),
+        made.train,
+        l2=0.02,
+        forward=lambda model, inputs: model(inputs),
+    )
+    scores = dw.influence(task, queries=made.queries, damping=0.05)
+    truth = oracle_of("mlp_smooth").scores(made.queries, "gauss_newton", 0.05)
+    torch.testing.assert_close(scores.values, truth, rtol=1e-8, atol=1e-14)
+
+
+def test_a_lambda_survives_saving(tmp_path):
+    made = CASES["mlp_smooth"]()
+    task = dw.Task(made.model, made.loss, made.train, forward=lambda model, inputs: model(inputs))
+    scores = dw.influence(task, queries=made.queries, damping=0.05, measurement=lambda outputs, targets: outputs[:, 0])
+    scores.save(tmp_path / "answer")
+    assert torch.equal(dw.Scores.load(tmp_path / "answer", expect=task).values, scores.values)
+
+
+def test_a_loss_that_is_not_convex(made):
+    """Gauss-Newton is refused with the reason; the Hessian, with enough damping, is not."""
+
+    def saturating(outputs: Tensor, targets: Tensor) -> Tensor:
+        one_hot = nn.functional.one_hot(targets, 3)
+        return (1 - torch.exp(-(outputs - 1.5 * one_hot).square())).sum(-1)
+
+    task = dw.Task(made.model, saturating, made.train)
+    with untouched(made.model), refused(ValueError, match="(?i)convex"):
+        dw.influence(task, queries=made.queries, damping=0.1)
+    concave = Case(made.model, saturating, made.train, made.queries, made.candidates, {}, saturating)
+    truth = concave.oracle().scores(made.queries, "hessian", 50.0)
+    scores = dw.influence(task, queries=made.queries, damping=50.0, curvature="hessian")
+    torch.testing.assert_close(scores.values, truth, rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, targets: nn.functional.cross_entropy(outputs, targets),  # a mean, not a value a row
+        lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="none")[:, None],
+        lambda outputs, targets: nn.functional.cross_entropy(outputs.detach(), targets, reduction="none"),
+        lambda outputs, targets: 3.0,
+        "crossentropy",
+        3,
+        None,
+    ],
+    ids=["mean", "column", "detached", "number", "misspelt", "integer", "none"],
+)
+def test_a_loss_that_is_none(made, loss):
+    with untouched(made.model), refused(ValueError, TypeError):
+        dw.influence(dw.Task(made.model, loss, made.train), queries=made.queries, damping=0.1)
+
+
+def test_a_model_without_trainable_parameters(made):
+    made.model.requires_grad_(False)
+    with untouched(made.model), refused(ValueError):
+        dw.Task(made.model, made.loss, made.train)
+
+
+@pytest.mark.parametrize("names", [["nowhere.weight"], [], ["0.weight", "0.weight"], "0.weight"])
+def test_parameters_that_are_not_there(made, names):
+    """Unknown, none, twice, or a text where a list is meant: refused, or read as the one name that it is."""
+    with untouched(made.model):
+        try:
+            task = made.task(parameters=names)
+        except dw.DownweightError:
+            return
+        scores = dw.influence(task, queries=made.queries, damping=0.1)
+        assert names in ("0.weight", ["0.weight", "0.weight"])
+        assert scores.coverage.covered == made.model[0].weight.numel()
+
+
+def test_rows_that_see_each_other():
+    """Batch normalisation without running statistics: a row's influence is not defined, and that is said."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Tanh(), nn.Linear(5, 3))
+    made = classification(model.double(), (4,), 3)
+    with untouched(model), refused(ValueError, match="(?i)batch"):
+        dw.influence(made.task(), queries=made.queries, damping=0.1)
+
+
+def test_outputs_that_are_no_tensor():
+    """A model that returns a dict, as those of large libraries do: the error points at `forward`."""
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.layer(x)}
+
+    made = classification(Wrapped().double(), (4,), 3)
+    with untouched(made.model), refused(TypeError, ValueError, match="forward"):
+        made.task()
+
+
+# settings
+
+
+@pytest.mark.parametrize("damping", [-1e-3, math.nan, math.inf, -math.inf, "0.1", None])
+@pytest.mark.parametrize("call", ["influence", "self_influence", "parameter_shift"])
+def test_damping_that_is_none(made, damping, call):
+    task = made.task()
+    with untouched(made.model), refused(ValueError, TypeError, match="(?i)damping"):
+        if call == "influence":
+            dw.influence(task, queries=made.queries, damping=damping)
+        elif call == "self_influence":
+            dw.self_influence(task, damping=damping)
+        else:
+            dw.parameter_shift(task, remove=[[1]], damping=damping)
+
+
+@pytest.mark.parametrize("solver", ["auto", "cholesky", "dual", "cg"])
+def test_damping_zero_on_a_singular_curvature(solver):
+    """Without l2 and damping the Gauss-Newton matrix of 10 rows has no inverse: refused, or (CG) not called solved."""
+    made = CASES["mlp_relu"]()
+    with untouched(made.model):
+        if solver == "cg":
+            with pytest.warns(dw.DownweightWarning):
+                scores = dw.influence(made.task(), queries=made.queries, damping=0.0, solver=solver)
+            assert not torch.as_tensor(scores.converged).all()
+        else:
+            with refused(ValueError, match="(?i)damping|singular"):
+                dw.influence(made.task(), queries=made.queries, damping=0.0, solver=solver)
+
+
+@pytest.mark.parametrize("setting", ["l2", "loss_scale"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, "1"])
+def test_settings_of_the_task_that_are_none(made, setting, value):
+    with untouched(made.model), refused(ValueError, TypeError, match=setting):
+        made.task(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [torch.ones(9), torch.ones(10, 1), -torch.ones(10), torch.full((10,), math.nan)],
+    ids=["short", "column", "negative", "nan"],
+)
+def test_weights_that_are_none(made, weights):
+    with untouched(made.model), refused(ValueError, match="(?i)weight"):
+        made.task(weights=weights.double())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"curvature": "fisher"},
+        {"solver": "lu"},
+        {"measurement": "accuracy"},
+        {"indefinite": "maybe"},
+        {"rows": [0], "candidates": "some"},
+        {"queries": None},
+        {"queries": "x"},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_words_that_are_not_offered(made, arguments):
+    if arguments.get("candidates"):
+        arguments = {**arguments, "candidates": made.candidates}
+    with untouched(made.model), refused(ValueError, TypeError):
+        dw.influence(made.task(), **{"queries": made.queries, "damping": 0.1, **arguments})
+
+
+def test_dual_with_a_hessian(made):
+    with untouched(made.model), refused(ValueError, match="(?i)gauss"):
+        dw.influence(made.task(), queries=made.queries, damping=5.0, curvature="hessian", solver="dual")
+
+
+def test_margin_of_a_regression():
+    made = CASES["regression_three_outputs"]()
+    with untouched(made.model), refused(ValueError, TypeError, match="(?i)margin"):
+        dw.influence(made.task(), queries=made.queries, damping=0.1, measurement="margin")
+
+
+@pytest.mark.parametrize(
+    "measurement",
+    [
+        lambda outputs, targets: outputs,
+        lambda outputs, targets: outputs.sum(),
+        lambda outputs, targets: outputs[:, 0].detach(),
+        lambda outputs, targets: (outputs[:, 0] * math.nan),
+        lambda outputs, targets: 1.0,
+    ],
+    ids=["matrix", "scalar", "detached", "nan", "number"],
+)
+def test_a_measurement_that_is_none(made, measurement):
+    with untouched(made.model), refused(ValueError, TypeError):
+        dw.influence(made.task(), queries=made.queries, damping=0.1, measurement=measurement)
+
+
+REMOVALS = {
+    "out of range": [[10]],
+    "negative": [[-1]],
+    "twice": [[3, 3]],
+    "empty group": [[3], []],
+    "nothing": [],
+    "everything": [list(range(10))],
+    "no list": 3,
+    "float": [[1.5]],
+    "bool": [[True, False]],
+}
+
+
+@pytest.mark.parametrize("remove", REMOVALS.values(), ids=REMOVALS.keys())
+@pytest.mark.parametrize("call", ["parameter_shift", "influence"])
+def test_removals_are_checked_first(made, remove, call):
+    """Before any computation, so the model is not even called."""
+    task = made.task()
+
+    def explode(module, arguments):
+        raise AssertionError("the model was called before the removals were checked")
+
+    handle = made.model.register_forward_pre_hook(explode)
+    try:
+        with untouched(made.model), refused(ValueError, TypeError):
+            if call == "parameter_shift":
+                dw.parameter_shift(task, remove=remove, damping=0.1)
+            else:
+                dw.influence(task, queries=made.queries, damping=0.1, rows=remove)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("rows", [[3, 3], [10], [-1], [], [0.5]], ids=str)
+def test_rows_are_checked_like_removals(made, rows):
+    with untouched(made.model), refused(ValueError, TypeError):
+        dw.influence(made.task(), queries=made.queries, damping=0.1, rows=rows)
+
+
+@pytest.mark.parametrize("epsilon", [math.nan, math.inf, "1/N"])
+def test_epsilon_that_is_none(made, epsilon):
+    with untouched(made.model), refused(ValueError, TypeError, match="(?i)epsilon"):
+        dw.parameter_shift(made.task(), remove=[[1]], damping=0.1, epsilon=epsilon)
+
+
+@pytest.mark.parametrize("arguments", [{"sign": "good"}, {"k": 1.5}, {"k": "all"}, {"query": "first"}], ids=str)
+def test_top_of_what_it_cannot_mean(made, arguments):
+    scores = dw.influence(made.task(), queries=made.queries, damping=0.1)
+    with refused(ValueError, TypeError):
+        scores.top(**{"query": 0, "k": 3, "sign": "helpful", **arguments})
+
+
+# too little memory
+
+
+def test_dual_too_large_for_its_memory(made):
+    """The kernel of N*C = 30 needs 7 KB and some working space; 2 KB are refused before anything runs, with a way out."""
+    task = made.task()
+    with untouched(made.model), refused(MemoryError, match="(?i)memory") as caught:
+        dw.influence(task, queries=made.queries, damping=0.1, solver="dual", memory_limit=2_000)
+    assert any(word in str(caught.value).lower() for word in ("cg", "solver", "raise", "smaller", "larger"))
+
+
+# interruptions
+
+
+class Interrupting(nn.Module):
+    """A model that is interrupted on its n-th call, as by Ctrl-C."""
+
+    def __init__(self, error: type[BaseException]):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 3))
+        self.calls = [0, 10**9]
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        if self.calls[0] >= self.calls[1]:
+            raise self.error("stop")
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("solver", ["auto", "dual", "cholesky", "cg", "minres", "lissa"])
+@pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that it was in train mode
+def test_an_interruption_leaves_the_model_as_it_was(solver, curvature, error):
+    """At the first, a middle and the last call of the model: the error comes through, and all else stays."""
+    if solver == "dual" and curvature == "hessian":
+        pytest.skip("the dual solver is for Gauss-Newton")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = classification(Interrupting(error).double(), (4,), 3, rows=6)
+    made.model.train()
+    made.model.layers[2].eval()
+    task = made.task()
+    calls = made.model.calls
+    settings = {"queries": made.queries, "damping": 5.0, "curvature": curvature}
+    settings["solver"] = dw.LiSSA(depth=40, batch_size=3) if solver == "lissa" else solver
+    calls[0] = 0
+    whole = dw.influence(task, **settings).values
+    total = calls[0]
+    assert total >= 1
+    for stop in sorted({1, total // 2, total} - {0}):
+        calls[:] = [0, stop]
+        with untouched(made.model), pytest.raises((error, dw.DownweightError)) as caught:
+            dw.influence(task, **settings)
+        if error is KeyboardInterrupt:
+            assert caught.type is KeyboardInterrupt
+    calls[:] = [0, 10**9]
+    assert torch.equal(dw.influence(task, **settings).values, whole)
+
+
+def test_no_graph_is_left_on_the_answer(made):
+    """Scores, shifts and self-influence are plain tensors; parameters' own gradients are neither used nor changed."""
+    task = made.task()
+    with untouched(made.model):
+        answers = [
+            dw.influence(task, queries=made.queries, damping=0.1).values,
+            dw.self_influence(task, damping=0.1),
+            dw.parameter_shift(task, remove=[[1]], damping=0.1),
+            dw.grad_dot(task, made.queries).values,
+        ]
+    assert not any(answer.requires_grad or answer.grad_fn is not None for answer in answers)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_called_without_gradients(made, guard):
+    """Inside no_grad or inference_mode, as in an evaluation script: the same answer."""
+    expected = dw.influence(made.task(), queries=made.queries, damping=0.1).values
+    with guard():
+        inside = dw.influence(made.task(), queries=made.queries, damping=0.1).values
+    torch.testing.assert_close(inside, expected, rtol=1e-12, atol=0)
+
+
+def test_data_is_not_changed(made):
+    """Neither inputs nor targets, also when the first operation of the model is in place."""
+    model = nn.Sequential(nn.ReLU(inplace=True), *copy.deepcopy(list(made.model)))
+    inputs, targets = (part.clone() for part in made.train)
+    query_inputs, query_targets = (part.clone() for part in made.queries)
+    task = dw.Task(model, made.loss, (inputs, targets))
+    first = dw.influence(task, queries=(query_inputs, query_targets), damping=0.1).values
+    assert torch.equal(inputs, made.train[0])
+    assert torch.equal(query_inputs, made.queries[0])
+    assert torch.equal(dw.influence(task, queries=(query_inputs, query_targets), damping=0.1).values, first)
+
+
+def test_huge_logits():
+    """A confident network and a huge logit: finite scores, no warning, no NaN."""
+    made = classification(mlp(4, 5, 3).double(), (4,), 3)
+    with torch.no_grad():
+        made.model[2].weight.mul_(1e4)
+    scores = dw.influence(made.task(), queries=made.queries, damping=1e-3)
+    assert scores.values.isfinite().all()
