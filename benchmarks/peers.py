@@ -80,14 +80,14 @@ def curvlinops_cg(
     from curvlinops import CGInverseLinearOperator, GGNLinearOperator
     from curvlinops.examples import IdentityLinearOperator
 
-    params = dict(model.named_parameters())
-    names = list(params)
+    names = [name for name, _ in model.named_parameters()]
+    params = list(model.parameters())
     data = list(zip(*(part.split(2000) for part in train), strict=True))
     ggn = GGNLinearOperator(
         model, nn.CrossEntropyLoss(), params, data, check_deterministic=False
     )
     identity = IdentityLinearOperator(
-        [value.shape for value in params.values()], train[0].device, train[0].dtype
+        [value.shape for value in params], train[0].device, train[0].dtype
     )
     inverse = CGInverseLinearOperator(
         ggn + damping * identity, eps=0, tolerance=tolerance, max_iter=1000, max_tridiag_iter=0
@@ -98,10 +98,10 @@ def curvlinops_cg(
 
 def curvlinops_ekfac(model: nn.Module, train: Pair, queries: Pair, damping: float) -> Tensor:
     """Scores by curvlinops' EK-FAC of the same rows, (Q, N)."""
-    from curvlinops import EKFACLinearOperator, FisherType
+    from curvlinops import EKFACLinearOperator, FisherType, KFACInverseLinearOperator
 
-    params = dict(model.named_parameters())
-    names = list(params)
+    names = [name for name, _ in model.named_parameters()]
+    params = list(model.parameters())
     data = list(zip(*(part.split(2000) for part in train), strict=True))
     ekfac = EKFACLinearOperator(
         model,
@@ -111,6 +111,6 @@ def curvlinops_ekfac(model: nn.Module, train: Pair, queries: Pair, damping: floa
         fisher_type=FisherType.TYPE2,
         check_deterministic=False,
     )
-    inverse = ekfac.inverse(damping=damping)
+    inverse = KFACInverseLinearOperator(ekfac, damping=damping, use_exact_damping=True)
     solutions = inverse @ _gradients(model, queries, names).T.contiguous()
     return _contract(solutions, model, train, names)

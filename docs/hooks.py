@@ -6,6 +6,9 @@ A line `<!-- made: NAME -->` in a page is replaced by what the function NAME of 
 import ast
 import re
 from pathlib import Path
+from typing import Any
+
+import griffe
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,24 +35,45 @@ def command_line() -> str:
 
 
 def pitfalls() -> str:
-    """What the tests under tests/referee/ check: their files' first lines as headings, one line a test."""
-    parts = []
+    """The tests under tests/referee/: their files' first lines as headings, one line a test, ordered by item."""
+    sections = []
     for file in sorted((ROOT / "tests" / "referee").glob("test_*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        title = first_line(tree) or file.stem.removeprefix("test_").replace("_", " ")
-        parts += [f"## {title.rstrip('.')}", ""]
+        lines = []
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                name = node.name.removeprefix("test_").replace("_", " ")
-                said = first_line(node)
-                parts.append(f"- **{name}**" + (f": {said}" if said else ""))
-        parts.append("")
-    return "\n".join(parts)
+                item, name = re.fullmatch(r"test_(?:(\d+)_)?(\w+)", node.name).groups()  # type: ignore[union-attr]
+                said = f" Seen elsewhere: {first_line(node)}" if first_line(node) else ""
+                lines.append(
+                    (int(item or 0), f"- **{name.replace('_', ' ')}**{f' ({int(item)})' if item else ''}.{said}")
+                )
+        lines.sort(key=lambda line: line[0])
+        title = first_line(tree).rstrip(".") or file.stem
+        sections.append(
+            (min(lines)[0] if lines else 0, "\n".join([f"## {title}", "", *(text for _, text in lines), ""]))
+        )
+    return "\n".join(text for _, text in sorted(sections))
 
 
 def first_line(node: ast.Module | ast.FunctionDef) -> str:
     """The first paragraph of a docstring, on one line."""
     return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+
+
+class Arguments(griffe.Extension):
+    """Lines such as `damping: the absolute λ` in a docstring become a list on the reference page."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = "\n\n".join(map(as_list, obj.docstring.value.split("\n\n")))
+
+
+def as_list(paragraph: str) -> str:
+    """A paragraph of `name: text` lines as a list; any other paragraph as it is."""
+    named = r"^(\w+(?:, \w+)*): "
+    if not re.match(named, paragraph):
+        return paragraph
+    return re.sub(named, r"- `\1`: ", paragraph, flags=re.MULTILINE)
 
 
 PARTS = {"command_line": command_line, "pitfalls": pitfalls}

@@ -1,8 +1,8 @@
-"""Set-up of every test: shapes in annotations are checked at run time, and torch keeps to few threads."""
+"""Set-up of every test: shapes in annotations are checked at run time, and torch keeps to one thread."""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")  # more threads than cores make small products slow
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the problems are tiny: a second thread only gets in the way
 
 from jaxtyping import install_import_hook
 

@@ -145,6 +145,20 @@ def test_groups_and_ids_survive_the_disk(tmp_path):
         assert loaded.top(query=0, k=2, sign="helpful") == scores.top(query=0, k=2, sign="helpful")
 
 
+def test_an_unfinished_solve_stays_unfinished_on_disk(tmp_path):
+    """The convergence flags and the residuals are part of the answer."""
+    made = CASES["mlp_relu"]()
+    with pytest.warns(dw.DownweightWarning):
+        scores = dw.influence(
+            task_of("mlp_relu"), queries=made.queries, damping=1e-4, solver=dw.CG(rtol=1e-10, max_steps=2)
+        )
+    scores.save(tmp_path / "answer")
+    loaded = dw.Scores.load(tmp_path / "answer")
+    assert not torch.as_tensor(loaded.converged).any()
+    assert torch.equal(torch.as_tensor(loaded.residuals), torch.as_tensor(scores.residuals))
+    assert loaded.notes == scores.notes
+
+
 def test_float32_scores_keep_their_dtype_on_disk(tmp_path):
     made = CASES["mlp_smooth"]()
     import copy

@@ -24,14 +24,16 @@ from downweight.scores import Scores, jsonable
 from downweight.shapes import Float
 from downweight.solve import as_solver
 from downweight.solvers.auto import Auto
+from downweight.solvers.cholesky import Cholesky
+from downweight.solvers.dual import Dual
 from downweight.solvers.solver import Indefinite, Pairing, Result, Solution, Solver, check_indefinite
 from downweight.task import Task
 
 Curvature = Literal["gauss_newton", "hessian"]
 CURVATURES: dict[str, type[OverRows]] = {"gauss_newton": GaussNewton, "hessian": Hessian}
 
-# Vectors of a system that iterative solvers hold at a time, and the memory they may take.
-_VECTORS_AT_WORK, _VECTOR_MEMORY = 8, 0.25
+# The part of the available memory that the vectors of a block of systems may take. A guess.
+_VECTOR_MEMORY = 0.4
 
 
 def influence(
@@ -220,8 +222,22 @@ class System:
             joined.residual,
             joined.result,
             "right" if turned else "left",
-            joined.stats,
+            {**joined.stats, "memory_estimate": self.memory_estimate(len(solved)) + values.nbytes},
         )
+
+    def memory_estimate(self, systems: int) -> int:
+        """Peak bytes of solving so many systems, beside what was there before."""
+        if isinstance(self.solver, Dual):
+            return Dual.needed_bytes(len(self.task) * self.task.root_size, systems)
+        start, stop = self._blocks(systems)[0]
+        vectors = (stop - start) * self.task.size * self.task.dtype.itemsize
+        held = self.solver.matrices * 8 * self.task.size**2 if isinstance(self.solver, Cholesky) else 0
+        return held + int(self._blocks_held * vectors) + self.curvature.product_bytes(stop - start)
+
+    @property
+    def _blocks_held(self) -> float:
+        """Blocks of vectors that the solver holds at a time, its right-hand sides among them."""
+        return getattr(self.solver, "blocks_held", 4.0)
 
     def quadratic(self, family: Gradients) -> Pairing:
         """vᵀ A⁻¹ v of every vector."""
@@ -259,7 +275,8 @@ class System:
 
     def _blocks(self, count: int) -> list[tuple[int, int]]:
         room = int(_VECTOR_MEMORY * self.curvature.budget.available())
-        size = max(1, room // (_VECTORS_AT_WORK * self.task.size * self.task.dtype.itemsize))
+        one = self._blocks_held * self.task.size * self.task.dtype.itemsize
+        size = max(1, int(room / one))
         return [(start, min(start + size, count)) for start in range(0, count, size)]
 
     def _vector_rows(self) -> int:

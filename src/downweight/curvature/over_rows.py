@@ -71,7 +71,7 @@ class OverRows(Operator):
     def product(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
         if len(vectors) == 0:
             return torch.zeros_like(vectors)
-        block = max(1, self._work // (self.chunk_rows * self.row_bytes))
+        block = self._block
         with self.task.evaluating():
             total = self.task.mean(
                 self._index,
@@ -79,6 +79,16 @@ class OverRows(Operator):
                 lambda rows: self._over_vectors(self._chunk(rows), vectors, block),
             )
         return total.add_(vectors, alpha=self.task.l2)
+
+    @property
+    def _block(self) -> int:
+        """Vectors that pass a chunk at a time."""
+        return max(1, self._work // (self.chunk_rows * self.row_bytes))
+
+    def product_bytes(self, count: int) -> int:
+        """Bytes of a product with `count` vectors beside the vectors, kept linearisations included."""
+        chunk = self.chunk_rows * self.row_bytes
+        return (self.kept_bytes or chunk) + chunk * min(count, self._block)
 
     def _over_vectors(self, chunk: Chunk, vectors: Tensor, block: int) -> Tensor:
         if len(vectors) <= block:

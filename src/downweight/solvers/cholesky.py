@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Cholesky:
     With `indefinite="allow"` all eigenvalues are computed as well, which takes several times as
     long as the factor; `stats` has the smallest and the number of negative ones.
     """
+
+    matrices: ClassVar[int] = 3  # (d, d) in float64 at work at a time
 
     memory_limit: int | str | None = None
     rtol: float | None = None

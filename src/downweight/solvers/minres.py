@@ -1,5 +1,6 @@
 """MINRES: minimal residuals for symmetric systems that need not be positive."""
 
+from typing import ClassVar
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,9 @@ class MINRES:
     (Sleijpen, van der Vorst and Modersitzki 2000); the restarts of `solver.refine` win it back.
     Memory: ten blocks (K, d) beside the vectors.
     """
+
+    # Blocks of vectors at work, the right-hand sides among them; measured by benchmarks/memory.py.
+    blocks_held: ClassVar[float] = 10.5
 
     rtol: float | None = None
     max_steps: int | None = None
