@@ -10,10 +10,10 @@ import argparse
 import copy
 
 import torch
-from common import report
 from torch import nn
 
 import downweight as dw
+from common import report
 
 
 def network() -> nn.Module:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import correlations, mlp, mnist, report, seconds, trained
-from peers import curvlinops_cg, curvlinops_ekfac, kronfluence_ekfac
 from torch import Tensor, nn
 
 import downweight as dw
+from common import correlations, mlp, mnist, report, seconds, trained
+from peers import curvlinops_cg, curvlinops_ekfac, kronfluence_ekfac
 
 
 def exact(model: nn.Module, train: Any, queries: Any, damping: float) -> dict[str, Any]:
@@ -26,9 +26,7 @@ def exact(model: nn.Module, train: Any, queries: Any, damping: float) -> dict[st
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     task = dw.Task(model, "cross_entropy", train)
-    elapsed, scores = seconds(
-        lambda: dw.influence(task, queries, damping=damping, solver="dual", progress=False)
-    )
+    elapsed, scores = seconds(lambda: dw.influence(task, queries, damping=damping, solver="dual", progress=False))
     record: dict[str, Any] = {
         "scores": scores,
         "seconds": elapsed,
@@ -45,9 +43,7 @@ def independent_residual(model: nn.Module, train: Any, damping: float, count: in
     """Worst ‖A x − v‖/‖v‖ of parameter shifts, A x by autograd's jvp and vjp row block by row block."""
     task = dw.Task(model, "cross_entropy", train)
     groups = [[row] for row in range(count)]
-    shifts = dw.parameter_shift(
-        task, groups, damping=damping, epsilon=1.0, solver="dual", progress=False
-    )
+    shifts = dw.parameter_shift(task, groups, damping=damping, epsilon=1.0, solver="dual", progress=False)
     params = {name: value.detach() for name, value in model.named_parameters()}
 
     def outputs(params: dict[str, Tensor]) -> Tensor:
@@ -57,8 +53,7 @@ def independent_residual(model: nn.Module, train: Any, damping: float, count: in
     for row, shift in enumerate(shifts):
         pieces = shift.split([value.numel() for value in params.values()])
         tangent = {
-            name: piece.reshape(value.shape)
-            for (name, value), piece in zip(params.items(), pieces, strict=True)
+            name: piece.reshape(value.shape) for (name, value), piece in zip(params.items(), pieces, strict=True)
         }
         logits, pushed = torch.func.jvp(outputs, (params,), (tangent,))
         p = logits.double().softmax(-1)
@@ -110,33 +105,29 @@ def main() -> None:
     mine64 = exact(double, train64, test64, damping)
     reference = mine64.pop("scores").values
     mine32 = exact(single, train, test, damping)
-    record |= {f"float32 {name}": value for name, value in
-               correlations(mine32.pop("scores").values, reference).items()}
+    record |= {f"float32 {name}": value for name, value in correlations(mine32.pop("scores").values, reference).items()}
     for kind, mine in (("float64", mine64), ("float32", mine32)):
         record |= {f"{kind} {name}": value for name, value in mine.items()}
-    record["float64 residual (independent, worst of 32)"] = independent_residual(
-        double, train64, damping, 32
-    )
-    record["float32 residual (independent, worst of 32)"] = independent_residual(
-        single, train, damping, 32
-    )
+    record["float64 residual (independent, worst of 32)"] = independent_residual(double, train64, damping, 32)
+    record["float32 residual (independent, worst of 32)"] = independent_residual(single, train, damping, 32)
     fewer = tuple(part[:few] for part in test)
     fewer64 = (fewer[0].double(), fewer[1])
     task = dw.Task(single, "cross_entropy", train)
-    elapsed, scores = seconds(
-        lambda: dw.influence(task, fewer, damping=damping, solver="dual", progress=False)
-    )
+    elapsed, scores = seconds(lambda: dw.influence(task, fewer, damping=damping, solver="dual", progress=False))
     record[f"ours, {few} queries, float32: seconds"] = elapsed
-    record |= {f"ours, {few} queries, float32: {name}": value for name, value in
-               correlations(scores.values, reference[:few]).items()}
+    record |= {
+        f"ours, {few} queries, float32: {name}": value
+        for name, value in correlations(scores.values, reference[:few]).items()
+    }
     peers: list[tuple[str, Callable[[], Tensor]]] = [
         ("kronfluence EK-FAC", lambda: kronfluence_ekfac(copy.deepcopy(single), train, fewer, damping)),
         ("curvlinops EK-FAC", lambda: curvlinops_ekfac(single, train, fewer, damping)),
         ("curvlinops block CG 1e-6", lambda: curvlinops_cg(single, train, fewer, damping, 1e-6)),
     ]
     if not settings.large:
-        peers.append(("curvlinops block CG 1e-6 float64",
-                      lambda: curvlinops_cg(double, train64, fewer64, damping, 1e-6)))
+        peers.append(
+            ("curvlinops block CG 1e-6 float64", lambda: curvlinops_cg(double, train64, fewer64, damping, 1e-6))
+        )
     for name, function in peers:
         record |= compare(f"{name}, {few} queries", function, reference[:few])
     report(__doc__.splitlines()[0], record, settings.out)

@@ -13,9 +13,9 @@ import subprocess
 import sys
 
 import torch
-from common import mlp, report
 
 import downweight as dw
+from common import mlp, report
 
 CASES = {
     "dual": ("dual", None),
@@ -48,9 +48,7 @@ def measure(solver: str, limit: float | None, large: bool) -> dict[str, float]:
     else:
         before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        scores = dw.influence(
-            task, queries, damping=0.1, solver=chosen, memory_limit=bytes_, progress=False
-        )
+        scores = dw.influence(task, queries, damping=0.1, solver=chosen, memory_limit=bytes_, progress=False)
     except dw.MemoryLimit as refused:
         return {"limit": float(bytes_ or 0), "refused": str(refused)}  # pyright: ignore
     peak = (

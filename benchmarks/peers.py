@@ -32,9 +32,7 @@ def kronfluence_ekfac(model: nn.Module, train: Pair, queries: Pair, damping: flo
     held = TensorDataset(*(part.cpu() for part in train))
     asked = TensorDataset(*(part.cpu() for part in queries))
     with tempfile.TemporaryDirectory() as folder:
-        analyzer = Analyzer(
-            "benchmark", prepare_model(model, task), task, disable_tqdm=True, output_dir=folder
-        )
+        analyzer = Analyzer("benchmark", prepare_model(model, task), task, disable_tqdm=True, output_dir=folder)
         analyzer.fit_all_factors(
             "ekfac",
             held,
@@ -73,9 +71,7 @@ def _contract(solutions: Tensor, model: nn.Module, train: Pair, names: list[str]
     return torch.cat(columns, 1) / len(train[1])
 
 
-def curvlinops_cg(
-    model: nn.Module, train: Pair, queries: Pair, damping: float, tolerance: float
-) -> Tensor:
+def curvlinops_cg(model: nn.Module, train: Pair, queries: Pair, damping: float, tolerance: float) -> Tensor:
     """Scores by curvlinops' Gauss-Newton operator and its block CG for all queries, (Q, N)."""
     from curvlinops import CGInverseLinearOperator, GGNLinearOperator
     from curvlinops.examples import IdentityLinearOperator
@@ -83,12 +79,8 @@ def curvlinops_cg(
     names = [name for name, _ in model.named_parameters()]
     params = list(model.parameters())
     data = list(zip(*(part.split(2000) for part in train), strict=True))
-    ggn = GGNLinearOperator(
-        model, nn.CrossEntropyLoss(), params, data, check_deterministic=False
-    )
-    identity = IdentityLinearOperator(
-        [value.shape for value in params], train[0].device, train[0].dtype
-    )
+    ggn = GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data, check_deterministic=False)
+    identity = IdentityLinearOperator([value.shape for value in params], train[0].device, train[0].dtype)
     inverse = CGInverseLinearOperator(
         ggn + damping * identity, eps=0, tolerance=tolerance, max_iter=1000, max_tridiag_iter=0
     )

@@ -9,10 +9,10 @@ side takes turns, so that a slow spell of the machine hits them all.
 import argparse
 
 import torch
-from common import alternating, mlp, mnist, report, seconds
 from torch import nn
 
 import downweight as dw
+from common import alternating, mlp, mnist, report, seconds
 
 
 def main() -> None:
@@ -49,9 +49,7 @@ def main() -> None:
         try:
             from curvlinops import GGNLinearOperator
 
-            peer = GGNLinearOperator(
-                model, nn.CrossEntropyLoss(), params, [(x, targets)], check_deterministic=False
-            )
+            peer = GGNLinearOperator(model, nn.CrossEntropyLoss(), params, [(x, targets)], check_deterministic=False)
             vector, vectors = one[0], many.T.contiguous()
             sides += [lambda: peer @ vector, lambda: peer @ vectors]  # noqa: B023
         except ImportError:

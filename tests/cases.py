@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-import oracles
 import torch
-from oracles import LOSSES, Oracle
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+
+import oracles
+from oracles import LOSSES, Oracle
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ def cnn_one_dimensional() -> Case:
 
 @case
 def layer_norm() -> Case:
-    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+    )
     for module in model:
         if isinstance(module, nn.LayerNorm):
             nn.init.normal_(module.weight, 1.0, 0.3)

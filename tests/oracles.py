@@ -161,10 +161,7 @@ class Oracle:
     def hessian(self) -> Tensor:
         """Second derivative of the cost: one backward pass a parameter, l2 in it, damping not."""
         losses = torch.stack(
-            [
-                self.loss(self.run(row_of(self.inputs, i)), self.targets[i : i + 1]).sum()
-                for i in range(self.rows)
-            ]
+            [self.loss(self.run(row_of(self.inputs, i)), self.targets[i : i + 1]).sum() for i in range(self.rows)]
         )
         flat = self.flat_gradient((self.row_weights * losses).sum() * self.loss_scale / self.rows, create_graph=True)
         lines = [self.flat_gradient(g) if g.requires_grad else torch.zeros_like(self.theta) for g in flat]

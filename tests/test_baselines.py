@@ -2,11 +2,12 @@
 
 import copy
 
-import downweight as dw
 import pytest
 import torch
-from cases import CASES, oracle_of, task_of
 from torch import nn
+
+import downweight as dw
+from cases import CASES, oracle_of, task_of
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-13}  # sums of products, no solve
 

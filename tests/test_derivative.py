@@ -4,12 +4,13 @@ The responses are minimised here by Newton's method on the oracle's own cost, to
 epsilon then differ from the derivative by a multiple of step^2, so halving the step must quarter the error.
 """
 
-import downweight as dw
-import oracles
 import pytest
 import torch
-from cases import CASES, Case, oracle_of
 from torch import Tensor, nn
+
+import downweight as dw
+import oracles
+from cases import CASES, Case, oracle_of
 
 # Steps in units of 1/N, large enough that the difference of two optima (each good to about 1e-14) over the step keeps
 # eight digits, small enough to be asymptotic: the fitted order shows whether they are.
@@ -68,7 +69,14 @@ def test_influence_is_the_derivative_of_retraining(name, curvature):
     assert 1.9 < fitted_order(STEPS, score_errors) < 2.1
 
 
-RESPONSES = ["mlp_smooth", "regression_three_outputs", "binary_three_outputs", "layer_norm", "row_weights", "scaled_loss"]
+RESPONSES = [
+    "mlp_smooth",
+    "regression_three_outputs",
+    "binary_three_outputs",
+    "layer_norm",
+    "row_weights",
+    "scaled_loss",
+]
 
 
 @pytest.mark.parametrize("name", RESPONSES)

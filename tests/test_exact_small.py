@@ -5,10 +5,11 @@ eigenvalue 23 over a damping of 0.05), so 500 * 2.2e-16 = 1e-13 would be roundin
 and leaves no room for a wrong formula. The iterative solvers stop at a relative residual of 1e-11, times 500.
 """
 
-import downweight as dw
-import oracles
 import pytest
 import torch
+
+import downweight as dw
+import oracles
 from cases import CASES, oracle_of, task_of
 
 EXACT = 1e-8
@@ -110,9 +111,7 @@ def test_rows_and_groups(name, solver):
 def test_candidates(name, solver):
     """Rows outside the training set, as if removed with weight 1/N, N the number of training rows."""
     made = CASES[name]()
-    scores = dw.influence(
-        task_of(name), queries=made.queries, damping=0.01, solver=solver, candidates=made.candidates
-    )
+    scores = dw.influence(task_of(name), queries=made.queries, damping=0.01, solver=solver, candidates=made.candidates)
     truth = oracle_of(name).candidate_scores(made.queries, made.candidates, "gauss_newton", 0.01)
     assert relative_error(scores.values, truth) <= EXACT
 
@@ -238,7 +237,9 @@ def test_other_parameters_give_the_scores_there(name):
     assert relative_error(there, expected) <= EXACT
 
 
-@pytest.mark.parametrize("name", ["mlp_smooth", "cnn", "language_model", "binary_three_outputs", "regression_with_positions"])
+@pytest.mark.parametrize(
+    "name", ["mlp_smooth", "cnn", "language_model", "binary_three_outputs", "regression_with_positions"]
+)
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
 def test_float32_agrees_with_float64(name, curvature):
     """The same model in float32: rounding of 1e-7 times a condition number of a few hundred, nothing worse."""

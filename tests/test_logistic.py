@@ -6,13 +6,14 @@ Both tables have a convex cost, so leave-one-out has one answer, found here by N
 from dataclasses import dataclass
 from functools import lru_cache
 
-import downweight as dw
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+
+import downweight as dw
 from downweight.datasets import uci
 from oracles import Logistic
-from torch import Tensor, nn
 
 L2 = 0.01
 TABLES = ["breast_cancer", "pima_diabetes"]

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import CASES, Case, classification, mlp, oracle_of
 from torch import Tensor, nn
+
+from cases import CASES, Case, classification, mlp, oracle_of
 from unchecked import downweight as dw
 from unchecked import use  # noqa: F401
 from untouched import untouched
@@ -419,7 +420,7 @@ def test_margin_of_a_regression():
         lambda outputs, targets: outputs,
         lambda outputs, targets: outputs.sum(),
         lambda outputs, targets: outputs[:, 0].detach(),
-        lambda outputs, targets: (outputs[:, 0] * math.nan),
+        lambda outputs, targets: outputs[:, 0] * math.nan,
         lambda outputs, targets: 1.0,
     ],
     ids=["matrix", "scalar", "detached", "nan", "number"],

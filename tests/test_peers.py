@@ -1,11 +1,12 @@
 """Other people's implementations: curvlinops for the products, scikit-learn for what has a closed form."""
 
-import downweight as dw
 import numpy as np
 import pytest
 import torch
-from cases import CASES, Case, oracle_of, task_of
 from torch import nn
+
+import downweight as dw
+from cases import CASES, Case, oracle_of, task_of
 
 # torch's own compiler frontend, which a dependency of curvlinops still uses when it is imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -82,7 +83,9 @@ def least_squares(rows: int = 30, width: int = 4, l2: float = 0.07) -> tuple[Cas
     linear_model = pytest.importorskip("sklearn.linear_model")
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(rows, width, dtype=torch.float64, generator=generator)
-    targets = inputs @ torch.arange(1.0, width + 1).double() + torch.randn(rows, dtype=torch.float64, generator=generator)
+    targets = inputs @ torch.arange(1.0, width + 1).double() + torch.randn(
+        rows, dtype=torch.float64, generator=generator
+    )
     queries = (inputs[:5] + 0.3, targets[:5])
     peer = linear_model.Ridge(alpha=l2 * rows, fit_intercept=False, solver="cholesky").fit(inputs, targets)
     model = nn.Linear(width, 1, bias=False).double()
@@ -152,7 +155,9 @@ def test_logistic_regression_stands_still_at_sklearns_optimum():
     labels = (inputs @ torch.randn(3, 3, dtype=torch.float64, generator=generator)).argmax(1)
     labels[::7] = torch.randint(3, (6,), generator=generator)
     l2 = 0.05
-    peer = linear_model.LogisticRegression(C=1 / (l2 * 40), fit_intercept=False, tol=1e-10, max_iter=1000, solver="newton-cg")
+    peer = linear_model.LogisticRegression(
+        C=1 / (l2 * 40), fit_intercept=False, tol=1e-10, max_iter=1000, solver="newton-cg"
+    )
     peer.fit(inputs.numpy(), labels.numpy())
     model = nn.Linear(3, 3, bias=False).double()
     with torch.no_grad():

@@ -7,13 +7,14 @@ for sums in another order (a few hundred float64 additions), 1e-9 where a system
 import copy
 from dataclasses import dataclass
 
-import downweight as dw
 import pytest
 import torch
-from cases import CASES, task_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+
+import downweight as dw
+from cases import CASES, task_of
 
 LOSSES = ["cross_entropy", "squared_error", "binary_cross_entropy"]
 quick = settings(max_examples=12, deadline=None, derandomize=True)

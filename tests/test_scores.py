@@ -2,9 +2,10 @@
 
 import json
 
-import downweight as dw
 import pytest
 import torch
+
+import downweight as dw
 from cases import CASES, oracle_of, task_of
 
 
@@ -180,9 +181,7 @@ def test_measurement_sees_targets_and_outputs_row_by_row():
 
     inputs = torch.cat([made.queries[0], made.queries[0]])
     targets = torch.tensor([1, 0, 1, 2, 1, 1, 0, 0])
-    scores = dw.influence(
-        task_of("mlp_smooth"), queries=(inputs, targets), damping=0.01, measurement=only_class_one
-    )
+    scores = dw.influence(task_of("mlp_smooth"), queries=(inputs, targets), damping=0.01, measurement=only_class_one)
     truth = oracle_of("mlp_smooth").scores((inputs, targets), "gauss_newton", 0.01, measurement=only_class_one)
     torch.testing.assert_close(scores.values, truth, rtol=1e-8, atol=1e-14)
     assert (scores.values[targets != 1] == 0).all()

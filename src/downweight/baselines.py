@@ -87,11 +87,7 @@ def tracin(
             )
         total: Tensor | None = None
         for checkpoint, rate in zip(checkpoints, rates, strict=True):
-            at = (
-                task.with_state(checkpoint)
-                if isinstance(checkpoint, Mapping)
-                else task.with_parameters(checkpoint)
-            )
+            at = task.with_state(checkpoint) if isinstance(checkpoint, Mapping) else task.with_parameters(checkpoint)
             left, right, _ = _families(at, queries, measurement, rows, candidates)
             part = rate * _gram(_kernel(at, memory_limit), left, right)
             total = part if total is None else total.add_(part)

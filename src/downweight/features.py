@@ -237,10 +237,7 @@ class Features:
         parts = tuple(
             replace(
                 pieces[0],
-                **{
-                    name: torch.cat([getattr(piece, name) for piece in pieces])
-                    for name in pieces[0].tensors
-                },
+                **{name: torch.cat([getattr(piece, name) for piece in pieces]) for name in pieces[0].tensors},
             )
             for pieces in zip(*(block.parts for block in blocks), strict=True)
         )
@@ -352,9 +349,7 @@ class RowGradients:
         return [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
     @staticmethod
-    def _filled(
-        parts: Sequence[Tensor | None], like: Sequence[Tensor], count: int
-    ) -> list[Tensor]:
+    def _filled(parts: Sequence[Tensor | None], like: Sequence[Tensor], count: int) -> list[Tensor]:
         """Zeros where a parameter plays no part in these rows."""
         return [
             template.new_zeros(count, *template.shape) if part is None else part
@@ -376,9 +371,7 @@ class RowGradients:
         sizes = [value.numel() for value in self._params.values()]
         tolerance = _PROBE_TOLERANCE[self.task.dtype]
         wrong = set()
-        for name, mine, theirs in zip(
-            self.task.names, vectors.split(sizes, dim=2), expected, strict=True
-        ):
+        for name, mine, theirs in zip(self.task.names, vectors.split(sizes, dim=2), expected, strict=True):
             error = (mine - theirs.flatten(2)).abs().max() if mine.numel() else torch.zeros(())
             if not bool(error <= tolerance * theirs.abs().max().clamp_min(1e-30)):
                 wrong.add(name)
@@ -396,9 +389,7 @@ class RowGradients:
                 matrices = _layer_gradients(layer, activations, deltas)
                 parts.append(Explicit(torch.cat([part.flatten(2) for _, part in matrices], 2)))
             else:
-                parts.append(
-                    Factors(activations, deltas, layer.weight is not None, layer.bias is not None)
-                )
+                parts.append(Factors(activations, deltas, layer.weight is not None, layer.bias is not None))
         if rest:
             parts.append(Explicit(torch.cat([part.flatten(2).double() for part in rest], 2)))
         return Features(tuple(parts), count, size)

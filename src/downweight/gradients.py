@@ -44,9 +44,7 @@ class Gradients:
             positions = self.index[part]
             inputs, targets = self.rows.read(positions)
 
-            def cotangent(
-                outputs: Tensor, targets: Tensor = targets, positions: Tensor = positions
-            ) -> Tensor:
+            def cotangent(outputs: Tensor, targets: Tensor = targets, positions: Tensor = positions) -> Tensor:
                 self.task.check_chunk(outputs, targets, positions, self.what)
                 return self.cotangent(outputs, targets, positions)
 
@@ -77,9 +75,7 @@ class Gradients:
 
     def rows_of(self, positions: Int[Tensor, " k"]) -> "Gradients":
         """Some of the rows as a family of single rows, without groups."""
-        return replace(
-            self, index=self.index[positions], entries=None, members=None, groups=0
-        )
+        return replace(self, index=self.index[positions], entries=None, members=None, groups=0)
 
     def vectors(self, formed: RowGradients, size: int) -> Float[Tensor, "n d"]:
         """The vectors themselves, in the model's dtype; `size` rows are at work at a time."""
@@ -156,9 +152,7 @@ def of_losses(task: Task, rows: Rows, what: str) -> Gradients:
     return Gradients(task, rows, torch.arange(len(rows)), cotangent, what)
 
 
-def check_removals(
-    removals: Sequence[Sequence[int]], count: int, *, whole: bool = False
-) -> list[list[int]]:
+def check_removals(removals: Sequence[Sequence[int]], count: int, *, whole: bool = False) -> list[list[int]]:
     """Groups of row indices, checked one by one: in range, no duplicates, not empty, not all."""
     checked = []
     for place, group in enumerate(removals):
@@ -167,16 +161,12 @@ def check_removals(
             raise InvalidInput(f"Removal {place} is empty; name at least one row.")
         outside = [row for row in rows if row < 0 or row >= count]
         if outside:
-            raise InvalidInput(
-                f"Removal {place} names row {outside[0]}; the training rows are 0 to {count - 1}."
-            )
+            raise InvalidInput(f"Removal {place} names row {outside[0]}; the training rows are 0 to {count - 1}.")
         if len(set(rows)) < len(rows):
             repeated = next(row for row in rows if rows.count(row) > 1)
             raise InvalidInput(f"Removal {place} names row {repeated} twice.")
         if len(rows) == count and not whole:
-            raise InvalidInput(
-                f"Removal {place} is all {count} training rows; nothing would be left to learn from."
-            )
+            raise InvalidInput(f"Removal {place} is all {count} training rows; nothing would be left to learn from.")
         checked.append(rows)
     if not checked:
         raise InvalidInput("There are no removals; name at least one row or group of rows.")
@@ -185,7 +175,5 @@ def check_removals(
 
 def _as_row(row: object, place: int) -> int:
     if isinstance(row, bool) or not hasattr(row, "__index__"):
-        raise InvalidType(
-            f"Removal {place} has the entry {row!r}; rows are named by whole numbers."
-        )
+        raise InvalidType(f"Removal {place} has the entry {row!r}; rows are named by whole numbers.")
     return row.__index__()  # pyright: ignore[reportAttributeAccessIssue]  # checked just above

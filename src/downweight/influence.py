@@ -69,9 +69,7 @@ def influence(
         measured = as_measurement(task, measurement)
         left = of_measurement(task, asked, measured)
         right, removals, of = choose_removals(task, rows, candidates)
-        system = System.make(
-            task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right))
-        )
+        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right)))
         pairing = system.pair(left, right)
         system.warn_unless_converged(pairing.result, pairing.residual)
         values = (pairing.value / len(task)).to(task.dtype)
@@ -125,9 +123,7 @@ def self_influence(
     with reporting(progress):
         warn_of_mode(task)
         check_indefinite(indefinite)
-        system = System.make(
-            task, damping, curvature, solver, indefinite, memory_limit, len(task)
-        )
+        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(task))
         answer = system.quadratic(training(task))
         system.warn_unless_converged(answer.result, answer.residual)
         return (answer.value / len(task)).to(task.dtype)
@@ -184,9 +180,7 @@ class System:
         systems: int,
     ) -> "System":
         if curvature not in CURVATURES:
-            raise InvalidInput(
-                f"curvature is {curvature!r}; expected one of {', '.join(map(repr, CURVATURES))}."
-            )
+            raise InvalidInput(f"curvature is {curvature!r}; expected one of {', '.join(map(repr, CURVATURES))}.")
         damping = _finite(damping, "damping")
         if damping < 0:
             raise InvalidInput(
@@ -335,8 +329,11 @@ def _is_groups(rows: Any) -> bool:
         entries = list(rows)
     except TypeError:
         return False
-    return bool(entries) and all(isinstance(entry, Sequence | set | Tensor | np.ndarray) and not
-                                 (isinstance(entry, Tensor | np.ndarray) and entry.ndim == 0) for entry in entries)
+    return bool(entries) and all(
+        isinstance(entry, Sequence | set | Tensor | np.ndarray)
+        and not (isinstance(entry, Tensor | np.ndarray) and entry.ndim == 0)
+        for entry in entries
+    )
 
 
 def as_groups(rows: Any, name: str) -> list[list[int]]:
@@ -346,9 +343,7 @@ def as_groups(rows: Any, name: str) -> list[list[int]]:
             raise InvalidType(f"{name} is a mask; give indices, for example mask.nonzero().flatten().")
         rows = rows.tolist()
     if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
-        raise InvalidType(
-            f"{name} is {rows!r}; expected row indices such as [3, 5], or groups such as [[3], [5, 9]]."
-        )
+        raise InvalidType(f"{name} is {rows!r}; expected row indices such as [3, 5], or groups such as [[3], [5, 9]].")
     groups = []
     for entry in rows:
         if isinstance(entry, Tensor | np.ndarray):

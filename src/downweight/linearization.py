@@ -23,10 +23,7 @@ def flatten(parts: Sequence[Tensor | None], like: Sequence[Tensor], count: int) 
 def unflatten(vectors: Float[Tensor, "K d"], like: Sequence[Tensor]) -> list[Tensor]:
     """One (K, *shape) view a parameter."""
     pieces = vectors.split([template.numel() for template in like], dim=1)
-    return [
-        piece.reshape(len(vectors), *template.shape)
-        for piece, template in zip(pieces, like, strict=True)
-    ]
+    return [piece.reshape(len(vectors), *template.shape) for piece, template in zip(pieces, like, strict=True)]
 
 
 def batched_grad(
@@ -59,9 +56,7 @@ def batched_grad(
         )
         for k in range(count)
     ]
-    return [
-        None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)
-    ]
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)]
 
 
 class Linearization:
@@ -104,13 +99,9 @@ class Linearization:
         """J v for every vector."""
         return batched_grad(self._pulled, [self._cotangent], self._tangents(vectors))[0]
 
-    def push_and_bend(
-        self, vectors: Float[Tensor, "K d"]
-    ) -> tuple[Shaped[Tensor, "K B *out"], Float[Tensor, "K d"]]:
+    def push_and_bend(self, vectors: Float[Tensor, "K d"]) -> tuple[Shaped[Tensor, "K B *out"], Float[Tensor, "K d"]]:
         """J v and (g . ∇²f) v, g the cotangent that the linearisation was made with."""
-        pushed, *bent = batched_grad(
-            self._pulled, [self._cotangent, *self._leaves], self._tangents(vectors)
-        )
+        pushed, *bent = batched_grad(self._pulled, [self._cotangent, *self._leaves], self._tangents(vectors))
         return pushed, flatten(bent, self._leaves, len(vectors))
 
     def pull(self, cotangents: Shaped[Tensor, "K B *out"]) -> Float[Tensor, "K d"]:

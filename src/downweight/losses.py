@@ -127,9 +127,7 @@ class CrossEntropy:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # -log p_t = log(1 + exp(-margin)): relative precision also for a tiny loss.
-        losses = torch.where(
-            targets != IGNORED, -logsigmoid(self.margins(outputs, targets)), 0.0
-        )
+        losses = torch.where(targets != IGNORED, -logsigmoid(self.margins(outputs, targets)), 0.0)
         return losses.reshape(len(losses), -1).sum(1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -279,15 +277,11 @@ class AutogradLoss:
 
     def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         leaf = outputs.detach().requires_grad_()
-        gradient = torch.autograd.grad(
-            self.value(leaf, targets).sum(), leaf, create_graph=True
-        )[0]
+        gradient = torch.autograd.grad(self.value(leaf, targets).sum(), leaf, create_graph=True)[0]
         if not gradient.requires_grad:  # linear in the outputs
             return torch.zeros_like(vectors)
         products = [
-            torch.autograd.grad(
-                gradient, leaf, vector, retain_graph=True, materialize_grads=True
-            )[0]
+            torch.autograd.grad(gradient, leaf, vector, retain_graph=True, materialize_grads=True)[0]
             for vector in vectors
         ]
         return torch.stack(products) if products else torch.zeros_like(vectors)
@@ -317,9 +311,7 @@ class AutogradLoss:
         return torch.Size(output_shape).numel()
 
 
-NAMED: dict[str, OutputLoss] = {
-    loss.name: loss for loss in (CrossEntropy(), SquaredError(), BinaryCrossEntropy())
-}
+NAMED: dict[str, OutputLoss] = {loss.name: loss for loss in (CrossEntropy(), SquaredError(), BinaryCrossEntropy())}
 
 
 def as_loss(loss: str | Loss | Callable[[Tensor, Tensor], Tensor]) -> OutputLoss:
@@ -352,9 +344,7 @@ def _name(thing: object) -> str:
     return getattr(thing, "__qualname__", type(thing).__qualname__)
 
 
-def check_convex(
-    loss: OutputLoss, outputs: Shaped[Tensor, "B *out"], targets: Shaped[Tensor, "B *rest"]
-) -> None:
+def check_convex(loss: OutputLoss, outputs: Shaped[Tensor, "B *out"], targets: Shaped[Tensor, "B *rest"]) -> None:
     """Raise unless the output Hessian of these rows is positive semidefinite."""
     if not loss.convex:
         loss.root(outputs, targets)

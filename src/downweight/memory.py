@@ -28,9 +28,7 @@ def parse_bytes(limit: int | str | None) -> int | None:
     if isinstance(limit, str):
         match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)(i?)b?\s*", limit.lower())
         if match is None:
-            raise InvalidInput(
-                f"memory_limit is {limit!r}; expected bytes as an integer or a text like '8GiB'."
-            )
+            raise InvalidInput(f"memory_limit is {limit!r}; expected bytes as an integer or a text like '8GiB'.")
         number, unit, binary = match.groups()
         limit = int(float(number) * (_BINARY_UNITS if binary else _UNITS)[unit])
     if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:

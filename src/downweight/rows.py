@@ -44,9 +44,7 @@ def _as_tensors(inputs: Any, what: str) -> Inputs:
         return inputs
     if isinstance(inputs, Mapping):
         return {str(name): _one_tensor(value, what) for name, value in inputs.items()}
-    if isinstance(inputs, list | tuple) and inputs and all(
-        isinstance(value, Tensor | np.ndarray) for value in inputs
-    ):
+    if isinstance(inputs, list | tuple) and inputs and all(isinstance(value, Tensor | np.ndarray) for value in inputs):
         return tuple(_one_tensor(value, what) for value in inputs)
     raise InvalidType(
         f"{what}: inputs are a {type(inputs).__name__}; expected a tensor, a dict of tensors or a "
@@ -88,9 +86,7 @@ class TensorRows:
             return chosen.to(self.dtype) if chosen.is_floating_point() else chosen
 
         # Targets keep their own precision: the loss is computed in float64.
-        return map_tensors(part, self.inputs), self.targets[index.to(self.targets.device)].to(
-            self.device
-        )
+        return map_tensors(part, self.inputs), self.targets[index.to(self.targets.device)].to(self.device)
 
 
 @dataclass(frozen=True)
@@ -148,8 +144,10 @@ def as_rows(data: Any, device: torch.device, dtype: torch.dtype, what: str) -> R
         raise InvalidType(f"{what} is an IterableDataset; rows are needed by index (map-style).")
     if isinstance(data, list | tuple) and len(data) == 2:
         return _tensor_rows(data[0], data[1], device, dtype, what)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(
-        data, Tensor | Mapping | list | tuple | str | np.ndarray
+    if (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, Tensor | Mapping | list | tuple | str | np.ndarray)
     ):
         return _dataset_rows(data, device, dtype, what)
     raise InvalidType(
@@ -158,9 +156,7 @@ def as_rows(data: Any, device: torch.device, dtype: torch.dtype, what: str) -> R
     )
 
 
-def _tensor_rows(
-    inputs: Any, targets: Any, device: torch.device, dtype: torch.dtype, what: str
-) -> TensorRows:
+def _tensor_rows(inputs: Any, targets: Any, device: torch.device, dtype: torch.dtype, what: str) -> TensorRows:
     inputs, targets = _as_tensors(inputs, what), _one_tensor(targets, what)
     if targets.dim() == 0 or any(tensor.dim() == 0 for _, tensor in tensors_of(inputs)):
         raise InvalidInput(f"{what}: inputs and targets need a first dimension over rows.")
@@ -177,9 +173,7 @@ def _tensor_rows(
     if device.type != "cpu" and size < _KEEP_FRACTION * free_bytes(device):
         inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
         targets = targets.to(device)
-    return TensorRows(
-        map_tensors(lambda tensor: tensor.detach(), inputs), targets.detach(), device, dtype
-    )
+    return TensorRows(map_tensors(lambda tensor: tensor.detach(), inputs), targets.detach(), device, dtype)
 
 
 def _dataset_rows(dataset: Any, device: torch.device, dtype: torch.dtype, what: str) -> Rows:

@@ -90,9 +90,7 @@ class Task:
         forward: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise InvalidType(
-                f"model is a {type(model).__name__}; expected a torch.nn.Module that holds θˢ."
-            )
+            raise InvalidType(f"model is a {type(model).__name__}; expected a torch.nn.Module that holds θˢ.")
         # A compiled module has no double backward; its original computes the same.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.loss = as_loss(loss)
@@ -115,9 +113,7 @@ class Task:
         self.weights = _check_weights(weights, len(self.rows), self.device)
         self.row_ids = None if row_ids is None else list(row_ids)
         if self.row_ids is not None and len(self.row_ids) != len(self.rows):
-            raise InvalidInput(
-                f"row_ids has {len(self.row_ids)} entries for {len(self.rows)} training rows."
-            )
+            raise InvalidInput(f"row_ids has {len(self.row_ids)} entries for {len(self.rows)} training rows.")
         self.output_shape = self._probe()
         self._check_targets(self.rows, "train")
 
@@ -167,8 +163,7 @@ class Task:
         pieces = pieces.split([shape.numel() for shape in self._shapes])
         task = copy.copy(self)
         task._override = self._override | {
-            name: piece.reshape(shape)
-            for name, piece, shape in zip(self.names, pieces, self._shapes, strict=True)
+            name: piece.reshape(shape) for name, piece, shape in zip(self.names, pieces, self._shapes, strict=True)
         }
         return task
 
@@ -177,21 +172,16 @@ class Task:
         values = self._values()
         unknown = [name for name in state if name not in self.model.state_dict()]
         wrong = [
-            name
-            for name in values
-            if name not in state or torch.as_tensor(state[name]).shape != values[name].shape
+            name for name in values if name not in state or torch.as_tensor(state[name]).shape != values[name].shape
         ]
         wrong = [name for name in wrong if name in self.model.state_dict()]
         if unknown or wrong:
             raise InvalidInput(
-                f"The state dict does not fit the model: unknown {unknown}, missing or of another "
-                f"shape {wrong}."
+                f"The state dict does not fit the model: unknown {unknown}, missing or of another shape {wrong}."
             )
         task = copy.copy(self)
         task._override = self._override | {
-            name: state[name].detach().to(value).clone()
-            for name, value in values.items()
-            if name in state
+            name: state[name].detach().to(value).clone() for name, value in values.items() if name in state
         }
         return task
 
@@ -254,9 +244,7 @@ class Task:
         with self.evaluating(), torch.no_grad():
             return self.forward(self.params, moved)
 
-    def linearize(
-        self, inputs: Inputs, cotangent: Callable[[Tensor], Tensor] | None = None
-    ) -> Linearization:
+    def linearize(self, inputs: Inputs, cotangent: Callable[[Tensor], Tensor] | None = None) -> Linearization:
         params = self.params
         return Linearization(lambda swapped: self.forward(swapped, inputs), params, cotangent)
 
@@ -450,8 +438,7 @@ class Task:
         if not bool(finite.all()):
             row = int(index[int((~finite).nonzero()[0])])
             raise NonFinite(
-                f"The model's outputs for row {row} of {what} are NaN or infinite. Check that "
-                "row, and the parameters."
+                f"The model's outputs for row {row} of {what} are NaN or infinite. Check that row, and the parameters."
             )
         if not isinstance(self.rows, TensorRows):
             self.loss.check(outputs, targets, what)
@@ -477,9 +464,7 @@ def _check_weights(weights: Any, count: int, device: torch.device) -> Tensor | N
         return None
     weights = torch.as_tensor(weights).detach().to(device, torch.float64)
     if weights.shape != (count,):
-        raise InvalidInput(
-            f"weights have shape {tuple(weights.shape)}; expected one a training row, ({count},)."
-        )
+        raise InvalidInput(f"weights have shape {tuple(weights.shape)}; expected one a training row, ({count},).")
     if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
         raise InvalidInput("weights must be finite and >= 0; a negative weight is no cost.")
     return weights
@@ -508,9 +493,7 @@ def _choose_parameters(model: nn.Module, chosen: Sequence[str] | None) -> tuple[
     return tuple(name for name in trainable if name in set(chosen))
 
 
-def _check_parameters(
-    params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device
-) -> None:
+def _check_parameters(params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
     for name, value in params.items():
         if value.is_floating_point() and (value.dtype, value.device) != (dtype, device):
             raise InvalidType(

@@ -11,11 +11,12 @@ import textwrap
 import time
 import warnings
 
-import downweight as dw
 import pytest
 import torch
-from cases import CASES, Case, classification, mlp, task_of
 from torch import nn
+
+import downweight as dw
+from cases import CASES, classification, mlp, task_of
 from untouched import untouched
 
 # 19: memory
@@ -108,7 +109,9 @@ def test_20_the_model_is_as_it_was(name):
     with untouched(made.model):
         task = made.task()
         scores = dw.influence(task, queries=made.queries, damping=0.1)
-        dw.influence(task, queries=made.queries, damping=60.0, curvature="hessian", measurement=lambda y, t: y.flatten(1)[:, 0])
+        dw.influence(
+            task, queries=made.queries, damping=60.0, curvature="hessian", measurement=lambda y, t: y.flatten(1)[:, 0]
+        )
         dw.self_influence(task, damping=0.1)
         dw.parameter_shift(task, remove=[[1]], damping=0.1)
         dw.grad_dot(task, made.queries)

@@ -1,10 +1,11 @@
 """Meaning: items 16 to 18, the sign, the unit and the damping of a score."""
 
+import torch
+from torch import nn
+
 import downweight as dw
 import oracles
-import torch
 from cases import CASES, Case, classification, oracle_of, task_of
-from torch import nn
 
 
 def trained() -> Case:

@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import downweight as dw
-import oracles
 import pytest
 import torch
-from cases import CASES, EXOTIC, Case, classification, exotic, exotic_oracle, mlp, oracle_of, task_of
 from torch import Tensor, nn
+
+import downweight as dw
+import oracles
+from cases import CASES, EXOTIC, Case, classification, exotic, exotic_oracle, mlp, oracle_of, task_of
 from untouched import untouched
 
 
@@ -216,7 +217,7 @@ def test_06_less_common_layers_are_right_or_refused_by_name(name, curvature):
             scores = dw.influence(made.task(), queries=made.queries, damping=damping, curvature=curvature)
         except dw.DownweightError as error:
             words = str(error).lower().replace("_", "")
-            assert name.lower() in words or any(  # noqa: PT017
+            assert name.lower() in words or any(
                 type(module).__name__.lower() in words for module in made.model.modules() if module is not made.model
             )
         else:

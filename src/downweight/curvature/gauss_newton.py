@@ -47,11 +47,8 @@ class GaussNewton(OverRows):
 
     def _product(self, chunk: Chunk, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
         at = chunk.linearization
-        curved = self.task.output_product(
-            at.outputs, chunk.targets, at.push(vectors), chunk.weights
-        )
+        curved = self.task.output_product(at.outputs, chunk.targets, at.push(vectors), chunk.weights)
         return at.pull(curved)
 
     def describe(self) -> str:
         return f"Gauss-Newton + l2 {self.task.l2:g} I" if self.task.l2 else "Gauss-Newton"
-

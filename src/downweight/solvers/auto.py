@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from downweight.curvature.gauss_newton import GaussNewton
 from downweight.curvature.operator import Damped, Operator
 from downweight.curvature.over_rows import OverRows
@@ -12,7 +14,6 @@ from downweight.solvers.cholesky import Cholesky
 from downweight.solvers.dual import Dual
 from downweight.solvers.minres import MINRES
 from downweight.solvers.solver import Indefinite, Solution, Solver
-from torch import Tensor
 
 # Products that a CG to its tolerance takes a vector: 50 to 2,000 were seen, depending on λ. A guess.
 _CG_STEPS = 200
@@ -74,15 +75,11 @@ class Auto:
         )
         return Choice(solver, reason)
 
-    def init(
-        self, operator: Operator, *, indefinite: Indefinite = "raise"
-    ) -> tuple[Choice, object]:
+    def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> tuple[Choice, object]:
         choice = self.choose(operator, indefinite=indefinite)
         return choice, choice.solver.init(operator, indefinite=indefinite)
 
-    def compute(
-        self, state: tuple[Choice, object], vectors: Float[Tensor, "K d"]
-    ) -> Solution:
+    def compute(self, state: tuple[Choice, object], vectors: Float[Tensor, "K d"]) -> Solution:
         choice, inner = state
         solution = choice.solver.compute(inner, vectors)
         return Solution(

@@ -1,8 +1,8 @@
 """CG: conjugate gradients for many right-hand sides at once."""
 
 from collections.abc import Callable
-from typing import ClassVar
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor

@@ -177,16 +177,10 @@ class DualState:
             values[part] -= (seen * dual).sum(0)
         return self._pairing(values / self.shift, residual, "left")
 
-    def _pairing(
-        self, values: Tensor, residual: Tensor, solved: Literal["left", "right"]
-    ) -> Pairing:
-        results = tuple(
-            Result.DIRECT if left <= self.rtol else Result.STAGNATED for left in residual.tolist()
-        )
+    def _pairing(self, values: Tensor, residual: Tensor, solved: Literal["left", "right"]) -> Pairing:
+        results = tuple(Result.DIRECT if left <= self.rtol else Result.STAGNATED for left in residual.tolist())
         memory = Dual.needed_bytes(len(self.gram), len(residual)) + values.nbytes
-        return Pairing(
-            values, residual, results, solved, {**self.stats, "memory_estimate": memory}
-        )
+        return Pairing(values, residual, results, solved, {**self.stats, "memory_estimate": memory})
 
     @property
     def stats(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """MINRES: minimal residuals for symmetric systems that need not be positive."""
 
-from typing import ClassVar
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
