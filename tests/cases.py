@@ -22,7 +22,7 @@ from oracles import LOSSES, Oracle
 class Case:
     """A task in the words of the contract, and the plain loss function that its oracle uses."""
 
-    model: nn.Module
+    model: Any  # an nn.Module; any of the classes below, so that their parts can be reached
     loss: Any
     train: tuple[Any, Tensor]
     queries: tuple[Any, Tensor]
@@ -128,7 +128,7 @@ def more_outputs_than_parameters_need() -> Case:
 
 @case
 def cnn() -> Case:
-    """Groups, stride, dilation, circular and reflect padding, convolutions with and without bias, max and mean pools."""
+    """Groups, stride, dilation, circular and reflect padding, with and without bias, max and mean pools."""
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, groups=2, stride=2, padding=1, padding_mode="circular"),
         nn.Tanh(),
@@ -189,8 +189,8 @@ def batch_norm() -> Case:
     )
     for module in model:
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-            module.running_mean.normal_()
-            module.running_var.uniform_(0.3, 2.0)
+            module.running_mean = torch.randn(module.num_features)
+            module.running_var = torch.empty(module.num_features).uniform_(0.3, 2.0)
             nn.init.normal_(module.weight, 1.0, 0.3)
             nn.init.normal_(module.bias)
     return classification(model, (2, 4, 4), 3)
@@ -552,6 +552,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         start = x
         for block in self.blocks:
+            assert isinstance(block, nn.Linear)
             x = x + torch.einsum("bi,oi->bo", torch.tanh(x), block.weight) + block.bias
         return self.last(torch.cat([start, x], -1))
 
@@ -579,7 +580,7 @@ def tied_autoencoder() -> Case:
 
 
 class Direction(nn.Module):
-    """Weight normalisation in plain arithmetic, with the parameters of `torch.nn.utils.parametrizations.weight_norm`."""
+    """Weight normalisation in plain arithmetic, with the parameters of `parametrizations.weight_norm`."""
 
     def forward(self, length: Tensor, direction: Tensor) -> Tensor:
         return length * direction / direction.square().sum(1, keepdim=True).sqrt()
@@ -617,8 +618,8 @@ class ElmanNetwork(nn.Module):
 def recurrent_cell() -> Case:
     inputs, targets = floats(9, 4, 3), torch.randint(3, (9, 4))
     targets[0, 2:] = -100
-    halves = [(inputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 8), (7, 9))]
-    return Case(ElmanNetwork(), "cross_entropy", *halves)
+    train, queries, candidates = ((inputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 8), (7, 9)))
+    return Case(ElmanNetwork(), "cross_entropy", train, queries, candidates)
 
 
 @case
@@ -690,7 +691,8 @@ def exotic(name: str) -> Case:
 def _exotic(name: str) -> Case:
     if name == "EmbeddingBag":
         tokens, labels = torch.randint(6, (12, 3)), torch.randint(3, (12,))
-        return Case(Bag(), "cross_entropy", *[(tokens[a:b], labels[a:b]) for a, b in ((0, 7), (7, 10), (10, 12))])
+        train, queries, candidates = ((tokens[a:b], labels[a:b]) for a, b in ((0, 7), (7, 10), (10, 12)))
+        return Case(Bag(), "cross_entropy", train, queries, candidates)
     if name in ("LSTM", "GRU", "RNN"):
         return classification(Recurrent(getattr(nn, name)), (4, 3), 3, rows=6)
     if name == "InstanceNorm2d":
@@ -715,11 +717,12 @@ def exotic_oracle(name: str) -> Oracle:
     """
     made = exotic(name)
     if name == "EmbeddingBag":
-        plain = Bag(plain=True).double()
-        plain.load_state_dict(made.model.state_dict())
-        made = replace(made, model=plain)
+        bag = Bag(plain=True).double()
+        bag.load_state_dict(made.model.state_dict())
+        made = replace(made, model=bag)
     if name == "WeightNorm":
-        torch_layer, plain = made.model[0], nn.Linear(4, 5).double()
+        torch_layer = made.model[0]
+        plain: Any = nn.Linear(4, 5).double()
         with torch.no_grad():
             plain.weight.copy_(torch_layer.parametrizations.weight.original1)
             plain.bias.copy_(torch_layer.bias)

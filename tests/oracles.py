@@ -202,7 +202,7 @@ class Oracle:
 
     def group_scores(self, queries, kind: str, damping: float, groups: list[list[int]]) -> Tensor:
         single = self.scores(queries, kind, damping)
-        return torch.stack([sum(single[:, i] for i in group) for group in groups], dim=1)
+        return torch.stack([single[:, group].sum(1) for group in groups], dim=1)
 
     def candidate_scores(self, queries, candidates, kind: str, damping: float) -> Tensor:
         """(Q, K): rows outside the training set, as if removed with weight 1/N."""
@@ -212,7 +212,7 @@ class Oracle:
     def shifts(self, remove: list[list[int]], kind: str, damping: float, epsilon: float | None = None) -> Tensor:
         """(R, d): epsilon A^-1 of the summed gradients of each removal; epsilon None is 1/N."""
         epsilon = 1 / self.rows if epsilon is None else epsilon
-        sums = torch.stack([sum(self.gradients[i] for i in group) for group in remove])
+        sums = torch.stack([self.gradients[group].sum(0) for group in remove])
         return epsilon * torch.linalg.solve(self.system(kind, damping), sums.T).T
 
     def self_influence(self, kind: str, damping: float) -> Tensor:
@@ -292,7 +292,8 @@ def newton(cost: Callable[[Tensor], Tensor], start: Tensor, gradient: float = 1e
 def softmax_fisher(probabilities: Tensor) -> Tensor:
     """sum_c p_c (e_c - p)(e_c - p)^T, term by term."""
     eye = torch.eye(len(probabilities), dtype=probabilities.dtype)
-    return sum(p * torch.outer(e - probabilities, e - probabilities) for p, e in zip(probabilities, eye, strict=True))
+    terms = [p * torch.outer(e - probabilities, e - probabilities) for p, e in zip(probabilities, eye, strict=True)]
+    return torch.stack(terms).sum(0)
 
 
 def ridge(features: Tensor, targets: Tensor, l2: float, weights: Tensor) -> Tensor:
@@ -336,7 +337,7 @@ class Logistic:
             if gradient.norm() <= 1e-14:
                 return theta
             theta = theta - torch.linalg.solve(self.hessian(theta, weights), gradient)
-        raise AssertionError(f"Newton's method stopped at a gradient of {gradient.norm():.1e}")
+        raise AssertionError(f"Newton's method stopped at a gradient of {self.gradient(theta, weights).norm():.1e}")
 
     def without(self, row: int, epsilon: float, start: Tensor) -> Tensor:
         """The optimum of J - epsilon L(z_row); epsilon = 1/N leaves the row out."""

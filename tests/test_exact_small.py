@@ -37,8 +37,11 @@ def damping_of(name: str, curvature: str) -> float:
     return 0.01 if curvature == "gauss_newton" else oracle_of(name).definite_damping("hessian")
 
 
-@pytest.mark.parametrize(("curvature", "solver"), COMBINATIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "curvature", "solver"),
+    # MINRES meets CG's systems through the same products: every fourth case is enough for it.
+    [(n, c, s) for i, n in enumerate(CASES) for c, s in COMBINATIONS if s != "minres" or i % 4 == 0],
+)
 def test_scores(name, curvature, solver):
     """The (Q, N) scores of the queries' losses, with the dense solve as the truth."""
     damping = damping_of(name, curvature)
@@ -66,7 +69,7 @@ def test_products(name, curvature):
     assert relative_error(damped @ eye, truth + 0.3 * eye) <= 1e-10
 
 
-@pytest.mark.parametrize("solver", ["dual", "cholesky", "auto"])
+@pytest.mark.parametrize("solver", ["dual", "cholesky"])
 @pytest.mark.parametrize("name", CASES)
 def test_self_influence(name, solver):
     values = dw.self_influence(task_of(name), damping=0.01, solver=solver)
@@ -92,25 +95,24 @@ def test_parameter_shift(name, curvature):
     assert relative_error(added, truth.shifts(remove, curvature, damping, epsilon=-0.7)) <= EXACT
 
 
-@pytest.mark.parametrize("solver", ["dual", "cholesky"])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_and_groups(name, solver):
-    """A choice of rows keeps the order asked for; a group is the sum of its rows."""
+def test_rows_and_groups(name):
+    """A choice of rows keeps its order, a group is the sum of its rows; by either exact solver."""
     made, truth = CASES[name](), oracle_of(name)
+    first, second = ("dual", "cholesky") if len(name) % 2 else ("cholesky", "dual")
     single = truth.scores(made.queries, "gauss_newton", 0.01)
-    picked = dw.influence(task_of(name), queries=made.queries, damping=0.01, solver=solver, rows=[3, 0, 2])
+    picked = dw.influence(task_of(name), queries=made.queries, damping=0.01, solver=first, rows=[3, 0, 2])
     assert relative_error(picked.values, single[:, [3, 0, 2]]) <= EXACT
     groups = [[3], [0, 2, 4], [1, 3]]
-    grouped = dw.influence(task_of(name), queries=made.queries, damping=0.01, solver=solver, rows=groups)
+    grouped = dw.influence(task_of(name), queries=made.queries, damping=0.01, solver=second, rows=groups)
     truth_of_groups = truth.group_scores(made.queries, "gauss_newton", 0.01, groups)
     assert relative_error(grouped.values, truth_of_groups) <= EXACT
 
 
-@pytest.mark.parametrize("solver", ["dual", "cholesky"])
 @pytest.mark.parametrize("name", CASES)
-def test_candidates(name, solver):
+def test_candidates(name):
     """Rows outside the training set, as if removed with weight 1/N, N the number of training rows."""
-    made = CASES[name]()
+    made, solver = CASES[name](), "cholesky" if len(name) % 2 else "dual"
     scores = dw.influence(task_of(name), queries=made.queries, damping=0.01, solver=solver, candidates=made.candidates)
     truth = oracle_of(name).candidate_scores(made.queries, made.candidates, "gauss_newton", 0.01)
     assert relative_error(scores.values, truth) <= EXACT
@@ -197,7 +199,22 @@ def test_an_indefinite_hessian_is_refused_unless_allowed(name, solver):
     assert caught.value.smallest_eigenvalue == pytest.approx(0.53 * lowest, rel=0.01)
 
 
-@pytest.mark.parametrize("name", CASES)
+FROM_DATASETS = [
+    "mlp_smooth",
+    "cnn",
+    "batch_norm",
+    "language_model",
+    "regression_flat_targets",
+    "regression_with_positions",
+    "binary_flat_targets",
+    "dict_inputs",
+    "custom_forward",
+    "row_weights",
+    "own_loss_of_counts",
+]
+
+
+@pytest.mark.parametrize("name", FROM_DATASETS)
 def test_a_dataset_gives_what_tensors_give(name):
     """Rows read one at a time from a map-style dataset, dict inputs and flat targets included."""
     made = CASES[name]()

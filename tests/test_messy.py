@@ -492,7 +492,7 @@ def test_a_memory_limit_that_is_none(made, limit):
 
 
 def test_dual_too_large_for_its_memory(made):
-    """The kernel of N*C = 30 needs 7 KB and some working space; 2 KB are refused before anything runs, with a way out."""
+    """The kernel of N*C = 30 needs 7 KB and some working space; 2 KB are refused, with a way out."""
     task = made.task()
     with untouched(made.model), refused(MemoryError, match="(?i)memory") as caught:
         dw.influence(task, queries=made.queries, damping=0.1, solver="dual", memory_limit=2_000)

@@ -33,8 +33,9 @@ SHARED = [
 ]
 
 
-# Where curvlinops 3.0.1 on torch 2.13 has no Hessian to compare with: the backward pass of SiLU cannot be differentiated
-# forward, and its products for a network with LayerNorm are off by 0.2 from double autograd and from finite differences.
+# Where curvlinops 3.0.1 on torch 2.13 has no Hessian to compare with: the backward pass of SiLU cannot be
+# differentiated forward, and its products for a network with LayerNorm are off by 0.2 from double autograd and from
+# finite differences.
 NO_HESSIAN = ["mlp_smooth", "cnn", "batch_norm", "layer_norm"]
 
 

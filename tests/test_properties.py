@@ -18,6 +18,7 @@ from cases import CASES, task_of
 
 LOSSES = ["cross_entropy", "squared_error", "binary_cross_entropy"]
 quick = settings(max_examples=12, deadline=None, derandomize=True)
+few = settings(quick, max_examples=6)  # where whole scores are computed
 
 
 @dataclass
@@ -129,11 +130,11 @@ def test_a_split_into_parts_averages_back(curvature, small, data):
         (stop - start) / rows * (whole.sample(torch.arange(start, stop)) @ vectors)
         for start, stop in zip(edges, edges[1:], strict=False)
     ]
-    assert_near(sum(parts), whole @ vectors)
+    assert_near(torch.stack(parts).sum(0), whole @ vectors)
 
 
 @pytest.mark.parametrize("curvature", OPERATORS)
-@quick
+@few
 @given(small=small_tasks(), data=st.data())
 def test_the_order_of_rows_does_not_matter(curvature, small, data):
     """A permuted training set has the same curvature, and its scores are permuted with it."""
@@ -148,7 +149,7 @@ def test_the_order_of_rows_does_not_matter(curvature, small, data):
 
 
 @pytest.mark.parametrize("curvature", OPERATORS)
-@quick
+@few
 @given(small=small_tasks())
 def test_every_row_twice_is_the_same_cost(curvature, small):
     """Doubling the training set leaves the mean cost alone, so curvature stays and every score halves."""
@@ -176,7 +177,7 @@ def test_a_weight_of_two_is_two_rows(small):
     assert_near(dw.GaussNewton(twice) @ vectors, dw.GaussNewton(once) @ vectors + added)
 
 
-@quick
+@few
 @given(small=small_tasks())
 def test_epsilon_zero_moves_nothing(small):
     """No downweighting, no shift: exactly zero."""
@@ -185,7 +186,7 @@ def test_epsilon_zero_moves_nothing(small):
     assert (shift == 0).all()
 
 
-@quick
+@few
 @given(small=small_tasks())
 def test_queries_do_not_see_each_other(small):
     """A query's line is the same alone and in company; a repeated query repeats its line."""
@@ -197,7 +198,7 @@ def test_queries_do_not_see_each_other(small):
         assert_near(alone.values[0], both[index], 1e-9)
 
 
-@quick
+@few
 @given(small=small_tasks())
 def test_solvers_agree(small):
     """Three exact paths to one answer: d x d, N C x N C, and iterations."""

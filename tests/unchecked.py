@@ -6,7 +6,6 @@ swaps the unchecked copy in for one test.
 
 import importlib
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -37,10 +36,10 @@ downweight = MODULES["downweight"]
 
 
 @pytest.fixture
-def use(monkeypatch) -> Iterator[None]:
+def use(monkeypatch) -> None:
     """For one test `import downweight` gives the unchecked copy, here and in the tables of cases."""
     for name in _ours():
         monkeypatch.delitem(sys.modules, name)
     for name, module in MODULES.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield
+    return

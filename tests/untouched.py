@@ -18,7 +18,7 @@ HOOKS = [
 
 def _state(model: nn.Module) -> dict:
     """Everything of a model that a careless library changes; tensors by identity, version and bits."""
-    state = {"random": torch.get_rng_state().tolist(), "grad enabled": torch.is_grad_enabled()}
+    state: dict = {"random": torch.get_rng_state().tolist(), "grad enabled": torch.is_grad_enabled()}
     state["default dtype"] = torch.get_default_dtype()
     state["mha fast path"] = torch.backends.mha.get_fastpath_enabled()
     state["threads"] = torch.get_num_threads()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from downweight.errors import InvalidInput
-from downweight.linearization import batched_grad
+from downweight.linearization import batched_grad, quiet_batching
 from downweight.rows import Inputs, map_tensors
 from downweight.shapes import Float
 from downweight.task import Task
@@ -372,7 +372,7 @@ class RowGradients:
         tolerance = _PROBE_TOLERANCE[self.task.dtype]
         wrong = set()
         for name, mine, theirs in zip(self.task.names, vectors.split(sizes, dim=2), expected, strict=True):
-            error = (mine - theirs.flatten(2)).abs().max() if mine.numel() else torch.zeros(())
+            error = (mine - theirs.reshape(mine.shape)).abs().max() if mine.numel() else torch.zeros(())
             if not bool(error <= tolerance * theirs.abs().max().clamp_min(1e-30)):
                 wrong.add(name)
         return wrong
@@ -391,7 +391,7 @@ class RowGradients:
             else:
                 parts.append(Factors(activations, deltas, layer.weight is not None, layer.bias is not None))
         if rest:
-            parts.append(Explicit(torch.cat([part.flatten(2).double() for part in rest], 2)))
+            parts.append(Explicit(torch.cat([part.reshape(count, size, -1).double() for part in rest], 2)))
         return Features(tuple(parts), count, size)
 
     def vectors(self, inputs: Inputs, cotangent: Cotangent) -> Float[Tensor, "B r d"]:
@@ -444,11 +444,12 @@ class RowGradients:
                 single = map_tensors(lambda tensor: tensor.unsqueeze(0), row)
                 return self.task.forward(fixed | part, single).squeeze(0)
 
-            _, pull = torch.func.vjp(outputs, chosen)
+            pull = torch.func.vjp(outputs, chosen)[1]
             return torch.func.vmap(lambda vector: pull(vector)[0])(seed)
 
         if self._vmapped:
-            formed = torch.func.vmap(one, in_dims=(0, 1))(inputs, seeds)
+            with quiet_batching():
+                formed = torch.func.vmap(one, in_dims=(0, 1))(inputs, seeds)
             return [formed[name] for name in self.rest]
         leaves = {name: value.requires_grad_() for name, value in chosen.items()}
         rows = []

@@ -80,7 +80,7 @@ class Gradients:
     def vectors(self, formed: RowGradients, size: int) -> Float[Tensor, "n d"]:
         """The vectors themselves, in the model's dtype; `size` rows are at work at a time."""
         with self.task.evaluating():
-            if self.members is None:
+            if self.members is None or self.entries is None:
                 parts = [formed.vectors(inputs, u)[:, 0] for _, inputs, u in self.chunks(size)]
                 return torch.cat(parts)
             shape = (self.groups, self.task.size)

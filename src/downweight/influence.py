@@ -116,7 +116,7 @@ def self_influence(
     memory_limit: int | str | None = None,
     progress: bool | None = None,
 ) -> Float[Tensor, " N"]:
-    """(1/N) ∇L(zᵢ)ᵀ A⁻¹ ∇L(zᵢ) of every training row: what its removal does to its own loss.
+    """(1/N) ∇L(zᵢ)ᵀ A⁻¹ wᵢ ∇L(zᵢ) of every training row: what its removal does to its own loss.
 
     The diagonal of `influence` of the training rows on themselves, in order N instead of N².
     """
@@ -124,9 +124,11 @@ def self_influence(
         warn_of_mode(task)
         check_indefinite(indefinite)
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(task))
-        answer = system.quadratic(training(task))
+        answer = system.quadratic(of_losses(task, task.rows, "train"))
         system.warn_unless_converged(answer.result, answer.residual)
-        return (answer.value / len(task)).to(task.dtype)
+        # The row's own loss is asked for without its weight; what leaves the cost has it.
+        removed = answer.value if task.weights is None else task.weights * answer.value
+        return (removed / len(task)).to(task.dtype)
 
 
 def parameter_shift(

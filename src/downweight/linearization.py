@@ -1,6 +1,8 @@
 """A network's outputs linearised at its parameters: J v and J^T u for many vectors at once."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +28,14 @@ def unflatten(vectors: Float[Tensor, "K d"], like: Sequence[Tensor]) -> list[Ten
     return [piece.reshape(len(vectors), *template.shape) for piece, template in zip(pieces, like, strict=True)]
 
 
+@contextlib.contextmanager
+def quiet_batching() -> Iterator[None]:
+    """Without torch's advice that an operation is batched by a loop: the numbers are the same, and nobody asked."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
+
+
 def batched_grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
@@ -33,14 +43,15 @@ def batched_grad(
     count = len(seeds[0])
     if count > 1:
         try:
-            return torch.autograd.grad(
-                outputs,
-                inputs,
-                seeds,
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
+            with quiet_batching():
+                return torch.autograd.grad(
+                    outputs,
+                    inputs,
+                    seeds,
+                    retain_graph=True,
+                    allow_unused=True,
+                    is_grads_batched=True,
+                )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -97,18 +108,22 @@ class Linearization:
 
     def push(self, vectors: Float[Tensor, "K d"]) -> Shaped[Tensor, "K B *out"]:
         """J v for every vector."""
-        return batched_grad(self._pulled, [self._cotangent], self._tangents(vectors))[0]
+        pushed = batched_grad(self._pulled, [self._cotangent], self._tangents(vectors))[0]
+        return self._filled(pushed, len(vectors))
 
     def push_and_bend(self, vectors: Float[Tensor, "K d"]) -> tuple[Shaped[Tensor, "K B *out"], Float[Tensor, "K d"]]:
         """J v and (g . ∇²f) v, g the cotangent that the linearisation was made with."""
         pushed, *bent = batched_grad(self._pulled, [self._cotangent, *self._leaves], self._tangents(vectors))
-        return pushed, flatten(bent, self._leaves, len(vectors))
+        return self._filled(pushed, len(vectors)), flatten(bent, self._leaves, len(vectors))
 
     def pull(self, cotangents: Shaped[Tensor, "K B *out"]) -> Float[Tensor, "K d"]:
         """J^T u, summed over the rows, for every cotangent."""
         cotangents = cotangents.to(self.outputs.dtype)
         parts = batched_grad([self._outputs], self._leaves, [cotangents])
         return flatten(parts, self._leaves, len(cotangents))
+
+    def _filled(self, pushed: Tensor | None, count: int) -> Tensor:
+        return self.outputs.new_zeros(count, *self.outputs.shape) if pushed is None else pushed
 
     def _tangents(self, vectors: Tensor) -> list[Tensor]:
         pieces = unflatten(vectors, self._leaves)

@@ -42,8 +42,12 @@ class Loss(Protocol):
 class OutputLoss(Protocol):
     """What the rest of the package asks of a loss; see the module's docstring."""
 
-    name: str
-    convex: bool  # known to be convex in the outputs, so that roots exist
+    @property
+    def name(self) -> str: ...
+    @property
+    def convex(self) -> bool:
+        """Known to be convex in the outputs, so that roots exist."""
+        ...
 
     def check(self, outputs: Tensor, targets: Tensor, what: str) -> None: ...
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor: ...

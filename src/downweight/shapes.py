@@ -8,7 +8,7 @@ be installed.
 import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING or "jaxtyping" in sys.modules:
+if TYPE_CHECKING or sys.modules.get("jaxtyping"):
     from jaxtyping import Bool, Float, Int, Shaped
 else:
 

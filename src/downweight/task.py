@@ -102,6 +102,7 @@ class Task:
             raise InvalidType("forward must be a callable(model, inputs) -> outputs, or None.")
         self._forward = forward
         self._caller = _Caller(self.model, forward)
+        self._slots = _slots(self.model)
         self._override: dict[str, Tensor] = {}
         self.names = _choose_parameters(self.model, parameters)
         chosen = dict(self.model.named_parameters())
@@ -228,8 +229,11 @@ class Task:
 
     def forward(self, params: dict[str, Tensor], inputs: Inputs) -> Shaped[Tensor, "B *out"]:
         """Outputs at any parameters, (B, C) or (B, T, C); autograd sees `params` only."""
-        swapped = {f"model.{name}": value for name, value in (self._values() | params).items()}
-        outputs = functional_call(self._caller, swapped, (inputs,))
+        values = self._values() | params
+        swapped = {f"model.{slot}": values[name] for slot, name in self._slots}
+        # Ties are in the slots. torch's own tie_weights swaps a module that is registered twice twice, and leaves the
+        # user's model with the swapped tensors.
+        outputs = functional_call(self._caller, swapped, (inputs,), tie_weights=False)
         if not isinstance(outputs, Tensor):
             raise InvalidType(
                 f"The model returned a {type(outputs).__name__}; expected a tensor of outputs. "
@@ -442,6 +446,17 @@ class Task:
             )
         if not isinstance(self.rows, TensorRows):
             self.loss.check(outputs, targets, what)
+
+
+def _slots(model: nn.Module) -> list[tuple[str, str]]:
+    """(place, name) of every tensor of the model: each place once, under the one name of a tensor that is shared."""
+    named = {id(value): name for name, value in (*model.named_buffers(), *model.named_parameters())}
+    return [
+        (f"{path}.{key}" if path else key, named[id(value)])
+        for path, module in model.named_modules()
+        for key, value in (*module._parameters.items(), *module._buffers.items())
+        if value is not None
+    ]
 
 
 def _column(weights: Tensor, like: Tensor, position: int) -> Tensor:

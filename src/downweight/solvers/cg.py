@@ -10,6 +10,7 @@ from torch import Tensor
 from downweight.curvature.lanczos import Spectrum, lanczos
 from downweight.curvature.operator import Operator
 from downweight.errors import InvalidInput
+from downweight.progress import track
 from downweight.shapes import Float
 from downweight.solvers.solver import (
     Correction,
@@ -94,9 +95,9 @@ def _conjugate_gradients(
     z = apply.preconditioner(r)
     p, rz = z.clone(), dot(r, z)
     apply.check_preconditioner((rz > 0).tolist())
-    step = 0
-    while active:
-        step += 1
+    for step in track(range(1, max(budget) + 1), "Steps of CG"):
+        if not active:
+            break
         product = multiply(operator, p)
         curvature = dot(p, product)
         usable = (curvature > 0) & (curvature < torch.inf)

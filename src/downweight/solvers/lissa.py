@@ -11,6 +11,7 @@ from torch import Tensor
 from downweight.curvature.lanczos import lanczos
 from downweight.curvature.operator import Damped, Operator
 from downweight.errors import InvalidInput, SingularSystem
+from downweight.progress import track
 from downweight.shapes import Float
 from downweight.solvers.solver import (
     Indefinite,
@@ -219,7 +220,7 @@ def _series(
     diverged: list[Operator | None] = [None] * vectors.shape[0]
     active = list(range(vectors.shape[0]))
     v, x, sizes = vectors, vectors.clone(), norms(vectors)
-    for step in range(1, depth + 1):
+    for step in track(range(1, depth + 1), "Steps of LiSSA"):
         if not active:
             break
         operator = batches()

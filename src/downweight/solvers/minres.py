@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from downweight.curvature.operator import Operator
+from downweight.progress import track
 from downweight.shapes import Float
 from downweight.solvers.solver import (
     ROUNDING,
@@ -100,9 +101,9 @@ def _minimal_residuals(
     beta = torch.zeros_like(beta)
     c, s = -torch.ones_like(beta), torch.zeros_like(beta)
     delta_bar, epsilon, norm = torch.zeros_like(beta), torch.zeros_like(beta), torch.zeros_like(beta)
-    step = 0
-    while active:
-        step += 1
+    for step in track(range(1, max(budget) + 1), "Steps of MINRES"):
+        if not active:
+            break
         u = multiply(operator, v)
         alpha = dot(v, u)
         if not bool(torch.isfinite(alpha).all()):
