@@ -21,6 +21,7 @@ from downweight.task import Task
 Asked = str | Measurement | Callable[[Tensor, Tensor], Tensor]
 
 
+@torch.inference_mode(False)
 def grad_dot(
     task: Task,
     queries: Any,
@@ -38,6 +39,7 @@ def grad_dot(
         return describe("grad_dot", gram / len(task))
 
 
+@torch.inference_mode(False)
 def grad_cos(
     task: Task,
     queries: Any,
@@ -58,6 +60,7 @@ def grad_cos(
         return describe("grad_cos", cosine)
 
 
+@torch.inference_mode(False)
 def tracin(
     task: Task,
     queries: Any,
@@ -96,6 +99,7 @@ def tracin(
         return describe("tracin", total / len(task))
 
 
+@torch.inference_mode(False)
 def representer_points(
     task: Task,
     queries: Any,

@@ -36,6 +36,7 @@ CURVATURES: dict[str, type[OverRows]] = {"gauss_newton": GaussNewton, "hessian":
 _VECTOR_MEMORY = 0.4
 
 
+@torch.inference_mode(False)
 def influence(
     task: Task,
     queries: Any,
@@ -106,6 +107,7 @@ def influence(
         )
 
 
+@torch.inference_mode(False)
 def self_influence(
     task: Task,
     *,
@@ -131,6 +133,7 @@ def self_influence(
         return (removed / len(task)).to(task.dtype)
 
 
+@torch.inference_mode(False)
 def parameter_shift(
     task: Task,
     remove: Sequence[Sequence[int]],
@@ -195,7 +198,7 @@ class System:
         operator = Damped(matrix, damping)
         notes: tuple[str, ...] = ()
         if isinstance(chosen, Auto):
-            choice = Auto(systems, chosen.memory_limit or limit).choose(operator, indefinite=indefinite)
+            choice = Auto(systems).choose(operator, indefinite=indefinite)
             chosen, notes = choice.solver, (choice.reason,)
         state = chosen.init(operator, indefinite=indefinite)
         return cls(task, matrix, operator, chosen, state, RowGradients(task), notes)

@@ -275,13 +275,22 @@ class AutogradLoss:
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.function(outputs, targets)
 
+    def _total(self, leaf: Tensor, targets: Tensor) -> Tensor:
+        total = self.value(leaf, targets).sum()
+        if not total.requires_grad:
+            raise InvalidInput(
+                f"The loss {self.name} does not depend on the outputs through autograd (detach, numpy, a comparison?); "
+                "write it in torch operations on the outputs."
+            )
+        return total
+
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         leaf = outputs.detach().requires_grad_()
-        return torch.autograd.grad(self.value(leaf, targets).sum(), leaf)[0]
+        return torch.autograd.grad(self._total(leaf, targets), leaf)[0]
 
     def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         leaf = outputs.detach().requires_grad_()
-        gradient = torch.autograd.grad(self.value(leaf, targets).sum(), leaf, create_graph=True)[0]
+        gradient = torch.autograd.grad(self._total(leaf, targets), leaf, create_graph=True)[0]
         if not gradient.requires_grad:  # linear in the outputs
             return torch.zeros_like(vectors)
         products = [

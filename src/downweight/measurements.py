@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from downweight.errors import InvalidInput, InvalidType
+from downweight.errors import InvalidInput, InvalidType, NonFinite
 from downweight.gradients import Gradients
 from downweight.losses import BinaryCrossEntropy, CrossEntropy
 from downweight.rows import Rows
@@ -80,6 +80,12 @@ def of_measurement(task: Task, rows: Rows, measurement: Measurement) -> Gradient
                     f"The measurement {measurement.name} does not depend on the outputs through "
                     "autograd (argmax, a comparison, numpy?); its change cannot be predicted."
                 )
-            return torch.autograd.grad(values.sum(), leaf)[0].unsqueeze(0)
+            gradient = torch.autograd.grad(values.sum(), leaf)[0]
+            if not bool(gradient.isfinite().all()):
+                raise NonFinite(
+                    f"The measurement {measurement.name} has a NaN or infinite derivative at the outputs of a query "
+                    "(a logarithm or a root of 0?)."
+                )
+            return gradient.unsqueeze(0)
 
     return Gradients(task, rows, torch.arange(len(rows)), cotangent, "queries")

@@ -29,6 +29,7 @@ SOLVERS: dict[str, Callable[[], Solver]] = {
 }
 
 
+@torch.inference_mode(False)
 def solve(
     operator: Operator | Tensor,
     vectors: Shaped[Tensor, "*K d"],

@@ -76,6 +76,7 @@ class Task:
     forward: callable(model, inputs) -> outputs, where calling the model is not enough.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -267,15 +268,19 @@ class Task:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_full_precision())
-            if recurrent:
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(_exact_kernels(recurrent))
             stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
             torch.backends.mha.set_fastpath_enabled(False)
             for module in training:
                 stack.callback(setattr, module, "training", True)
                 module.training = False
             yield
+
+    @property
+    def layers(self) -> str:
+        """The kinds of layers with parameters, for messages about what stands in the way."""
+        kinds = {type(module).__name__ for module in self.model.modules() if module is not self.model}
+        return ", ".join(sorted(kinds)) or type(self.model).__name__
 
     @property
     def notes(self) -> list[str]:
@@ -396,7 +401,14 @@ class Task:
         inputs, _ = self.rows.read(few)
         alone = map_tensors(lambda tensor: tensor[:1], inputs)
         with self.evaluating(), torch.no_grad():
-            together, single = self.forward(self.params, inputs), self.forward(self.params, alone)
+            together = self.forward(self.params, inputs)
+            try:
+                single = self.forward(self.params, alone)
+            except Exception as error:
+                raise InvalidInput(
+                    f"The model runs on a batch of {len(few)} rows and fails on a single one ({error}). Rows must not "
+                    "see each other: influence of a row is not defined where batch statistics enter its outputs."
+                ) from error
         if together.dim() not in (2, 3) or len(together) != len(few):
             raise InvalidInput(
                 f"The model gives outputs of shape {tuple(together.shape)} for {len(few)} rows; "
@@ -525,17 +537,15 @@ def _check_parameters(params: dict[str, nn.Parameter], dtype: torch.dtype, devic
 
 
 @contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """No TF32 inside, through whichever switch this version of torch has."""
-    switches: list[tuple[Any, str, Any]] = []
-    for backend in (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)):
-        if backend is not None and hasattr(backend, "fp32_precision"):
-            switches.append((backend, "fp32_precision", "ieee"))
-    if len(switches) < 2:
-        switches = [
-            (torch.backends.cuda.matmul, "allow_tf32", False),
-            (torch.backends.cudnn, "allow_tf32", False),
-        ]
+def _exact_kernels(recurrent: bool) -> Iterator[None]:
+    """No TF32 inside, through whichever switch this version of torch has; for recurrent layers no cuDNN either."""
+    holders = [torch.backends.cuda.matmul, *(getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn"))]
+    if all(hasattr(holder, "fp32_precision") for holder in holders):
+        switches: list[tuple[Any, str, Any]] = [(holder, "fp32_precision", "ieee") for holder in holders]
+    else:
+        switches = [(torch.backends.cuda.matmul, "allow_tf32", False), (torch.backends.cudnn, "allow_tf32", False)]
+    if recurrent:
+        switches.append((torch.backends.cudnn, "enabled", False))
     before = [getattr(holder, name) for holder, name, _ in switches]
     try:
         for holder, name, value in switches:

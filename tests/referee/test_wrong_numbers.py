@@ -226,7 +226,8 @@ def test_06_every_kind_of_parameter_is_right(name):
 
 @pytest.mark.parametrize("name", EXOTIC)
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
-def test_06_less_common_layers_are_right_or_refused_by_name(name, curvature):
+@pytest.mark.parametrize("solver", ["auto", "cg"])
+def test_06_less_common_layers_are_right_or_refused_by_name(name, curvature, solver):
     """A layer that the method cannot handle is skipped in silence or given a wrong derivative.
 
     Recurrent layers, normalisations, `weight_norm` (whose own second derivative in PyTorch is wrong): the right answer,
@@ -237,14 +238,15 @@ def test_06_less_common_layers_are_right_or_refused_by_name(name, curvature):
     truth = oracle.scores(made.queries, curvature, damping)
     with untouched(made.model):
         try:
-            scores = dw.influence(made.task(), queries=made.queries, damping=damping, curvature=curvature)
+            settings = {"damping": damping, "curvature": curvature, "solver": solver}
+            scores = dw.influence(made.task(), queries=made.queries, **settings)
         except dw.DownweightError as error:
             words = str(error).lower().replace("_", "")
             assert name.lower() in words or any(
                 type(module).__name__.lower() in words for module in made.model.modules() if module is not made.model
             )
         else:
-            assert_near(scores.values, truth, 1e-8)
+            assert_near(scores.values, truth, 1e-8 if solver == "auto" else 1e-5)
 
 
 def test_07_parameters_left_out_are_counted():
@@ -636,6 +638,37 @@ def test_14_confident_outputs_in_float32():
     assert gradients.min() < 1e-6 * gradients.max()  # rows that p - 1 in float32 would drown
     # Relative to each row's own value: float32 logits of size 30 are good to 2e-6, their exponentials to as much.
     torch.testing.assert_close(values, truth, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("loss", ["cross_entropy", "binary_cross_entropy"])
+def test_14_the_gradient_of_a_confident_output_does_not_cancel(loss, dtype):
+    """The same at the source: p - 1 is zero from 37 nats on in float64 and from 17 in float32, and the row is lost.
+
+    A model whose outputs are its parameters: the gradient of its own class is minus the sum of the
+    probabilities of the others, to six digits.
+    """
+    logits = [45.0, 0.0, -2.0, 1.0]
+
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Parameter(torch.tensor(logits, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.logits + 0 * x
+
+    others = torch.tensor(logits, dtype=torch.float64)
+    if loss == "cross_entropy":
+        targets = torch.tensor([0])
+        expected = -(others[1:] - others.logsumexp(0)).exp().sum()
+    else:
+        targets = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=dtype)
+        expected = -torch.sigmoid(-others[0])
+    train = (torch.zeros(1, 1, dtype=dtype), targets)
+    task = dw.Task(Constant(), loss, train)
+    first_output = dw.grad_dot(task, train, measurement=lambda outputs, targets: outputs[:, 0])
+    assert first_output.values.item() == pytest.approx(expected.item(), rel=1e-6, abs=0)
 
 
 # 15: choosing by what is reported

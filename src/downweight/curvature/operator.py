@@ -27,6 +27,11 @@ class Operator(ABC):
     positive: bool
     rows: int | None
 
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that solving with this matrix may take; None is the free memory of its device."""
+        return None
+
     @abstractmethod
     def product(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
         """A vₖ for every row vₖ. The result is new memory, which the caller may overwrite."""
@@ -69,6 +74,10 @@ class Damped(Operator):
 
     def product(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
         return self.operator.product(vectors).add_(vectors, alpha=self.damping)
+
+    @property
+    def memory_limit(self) -> int | None:
+        return self.operator.memory_limit
 
     def sample(self, rows: Int[Tensor, " B"]) -> "Damped":
         return Damped(self.operator.sample(rows), self.damping)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from downweight.curvature.operator import Operator
+from downweight.errors import InvalidInput
 from downweight.linearization import Linearization
 from downweight.memory import Budget
 from downweight.rows import chunks
@@ -59,6 +60,7 @@ class OverRows(Operator):
         if not keep or self.kept_bytes > _KEEP * available:
             self.kept_bytes = 0
         self._kept: dict[int, Chunk] = {}
+        self._checked = not keep
 
     @abstractmethod
     def _linearize(self, chunk: Int[Tensor, " B"]) -> Chunk:
@@ -73,12 +75,42 @@ class OverRows(Operator):
             return torch.zeros_like(vectors)
         block = self._block
         with self.task.evaluating():
+            if not self._checked:
+                self._check_symmetric()
+                self._checked = True
             total = self.task.mean(
                 self._index,
                 self.chunk_rows,
                 lambda rows: self._over_vectors(self._chunk(rows), vectors, block),
             )
         return total.add_(vectors, alpha=self.task.l2)
+
+    def _check_symmetric(self) -> None:
+        """u·Cv = v·Cu on two rows: some operations of torch have no second derivative, and some a wrong one."""
+        generator = torch.Generator().manual_seed(0)
+        pair = torch.randn(2, self.size, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
+        try:
+            products = self._product(self._linearize(self._index[:2]), pair).double()
+        except NotImplementedError as error:
+            raise InvalidInput(
+                f"{self.describe()} needs derivatives that torch does not have for this model: {error}. Its layers are "
+                f"{self.task.layers}. Replace the one at fault, or use curvature='gauss_newton' with solver='dual', "
+                "which differentiates once."
+            ) from error
+        one, other = (pair[0].double() @ products[1]).item(), (pair[1].double() @ products[0]).item()
+        scale = (products.norm(dim=1) * pair.double().norm(dim=1).flip(0)).max().item()
+        # Wrong derivatives are off by O(1); rounding stays far below the root of eps.
+        if abs(one - other) > torch.finfo(self.dtype).eps ** 0.5 * scale:
+            raise InvalidInput(
+                f"{self.describe()} comes out unsymmetric on two rows (u·Cv = {one:.6g}, v·Cu = {other:.6g}): torch's "
+                f"second derivative of an operation in this model is wrong. Its layers are {self.task.layers}; "
+                "torch's own weight normalisation is known for it. Write that layer in plain operations, or use "
+                "curvature='gauss_newton' with solver='dual', which differentiates once."
+            )
+
+    @property
+    def memory_limit(self) -> int | None:
+        return self.budget.limit
 
     @property
     def _block(self) -> int:

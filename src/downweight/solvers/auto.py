@@ -6,8 +6,7 @@ from torch import Tensor
 
 from downweight.curvature.gauss_newton import GaussNewton
 from downweight.curvature.operator import Damped, Operator
-from downweight.curvature.over_rows import OverRows
-from downweight.memory import Budget, gibibytes, parse_bytes
+from downweight.memory import Budget, gibibytes
 from downweight.shapes import Float
 from downweight.solvers.cg import CG
 from downweight.solvers.cholesky import Cholesky
@@ -31,11 +30,10 @@ class Choice:
 class Auto:
     """Counts operations for each exact solver and for CG, and takes the cheapest that fits.
 
-    `systems`: how many vectors will be solved for. `memory_limit`: bytes; None is the free memory.
+    `systems`: how many vectors will be solved for. Memory: what the operator's limit or its device allows.
     """
 
     systems: int = 1
-    memory_limit: int | str | None = None
 
     def choose(self, operator: Operator, *, indefinite: Indefinite = "raise") -> Choice:
         d, K = operator.size, self.systems
@@ -43,25 +41,21 @@ class Auto:
         while isinstance(curvature, Damped):
             damping += curvature.damping
             curvature = curvature.operator
-        limit = parse_bytes(self.memory_limit)
-        if limit is None and isinstance(curvature, OverRows):
-            limit = curvature.budget.limit
-        available = Budget(operator.device, limit).available()
+        available = Budget(operator.device, operator.memory_limit).available()
         # One product with a vector: 8 operations a parameter and row (2 gradients' worth).
         product = 8.0 * d * (operator.rows or d)
         options: list[tuple[float, int, Solver, str]] = [
-            (product * d + d**3 / 3, 24 * d**2, Cholesky(limit), f"d = {d:,}"),
+            (product * d + d**3 / 3, 24 * d**2, Cholesky(), f"d = {d:,}"),
         ]
         if isinstance(curvature, GaussNewton) and damping + curvature.task.l2 > 0:
             size = len(curvature.task) * curvature.task.root_size
             cost = size**3 / 3 + 2.0 * size**2 * K + 8.0 * d * size
             kernel = f"N·C = {size:,}"
-            options.append((cost, Dual.needed_bytes(size), Dual(memory_limit=limit), kernel))
-        iterative: Solver = CG()
-        if indefinite == "allow" and not operator.positive:
-            iterative = MINRES()
-        # Six vectors of each system at work; influence solves in blocks, so one block must fit.
-        options.append((product * _CG_STEPS * K, 6 * 8 * d, iterative, f"{K:,} systems"))
+            options.append((cost, Dual.needed_bytes(size, size), Dual(), kernel))
+        iterative = MINRES() if indefinite == "allow" and not operator.positive else CG()
+        # influence solves in blocks of systems, so that one system must fit.
+        needed = int(iterative.blocks_held * 8 * d)
+        options.append((product * _CG_STEPS * K, needed, iterative, f"{K:,} systems"))
         fitting = [option for option in options if option[1] <= available] or options[-1:]
         cost, needed, solver, why = min(fitting, key=lambda option: option[0])
         left_out = [

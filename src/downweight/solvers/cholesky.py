@@ -59,7 +59,7 @@ class Cholesky:
     def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> "Factor":
         check_indefinite(indefinite)
         size = operator.size
-        budget = Budget(operator.device, parse_bytes(self.memory_limit))
+        budget = Budget(operator.device, parse_bytes(self.memory_limit) or operator.memory_limit)
         _require_memory(size, budget)
         matrix = _assemble(operator, budget)
         stats: dict[str, Any] = {"matvecs": size}

@@ -86,7 +86,7 @@ class Dual:
                 "CG(), which can solve a Gauss-Newton system without damping if it is not singular."
             )
         size = len(task) * task.root_size
-        limit = parse_bytes(self.memory_limit) or curvature.budget.limit
+        limit = parse_bytes(self.memory_limit) or operator.memory_limit
         budget = Budget(task.device, limit)
         needed = self.needed_bytes(size, size)
         fits = int(size * math.sqrt(budget.available() / needed))
