@@ -45,7 +45,7 @@ class Gradients:
             inputs, targets = self.rows.read(positions)
 
             def cotangent(outputs: Tensor, targets: Tensor = targets, positions: Tensor = positions) -> Tensor:
-                self.task.check_chunk(outputs, targets, positions, self.what)
+                self.task.check_chunk(self.rows, outputs, targets, positions, self.what)
                 return self.cotangent(outputs, targets, positions)
 
             yield slice(int(part[0]), int(part[-1]) + 1), inputs, cotangent

@@ -448,7 +448,7 @@ class Task:
             outputs = outputs.expand(len(rows), *self.output_shape)
             self.loss.check(outputs, rows.targets, what)
 
-    def check_chunk(self, outputs: Tensor, targets: Tensor, index: Tensor, what: str) -> None:
+    def check_chunk(self, rows: Rows, outputs: Tensor, targets: Tensor, index: Tensor, what: str) -> None:
         """Refuse non-finite outputs, naming the row; check the targets of streamed rows."""
         finite = outputs.isfinite().reshape(len(outputs), -1).all(1)
         if not bool(finite.all()):
@@ -456,7 +456,7 @@ class Task:
             raise NonFinite(
                 f"The model's outputs for row {row} of {what} are NaN or infinite. Check that row, and the parameters."
             )
-        if not isinstance(self.rows, TensorRows):
+        if not isinstance(rows, TensorRows):
             self.loss.check(outputs, targets, what)
 
 

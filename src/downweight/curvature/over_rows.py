@@ -141,7 +141,7 @@ class OverRows(Operator):
         if first in self._kept:
             return self._kept[first]
         chunk = self._linearize(rows)
-        self.task.check_chunk(chunk.linearization.outputs, chunk.targets, rows, "train")
+        self.task.check_chunk(self.task.rows, chunk.linearization.outputs, chunk.targets, rows, "train")
         if self.kept_bytes:
             self._kept[first] = chunk
         return chunk
