@@ -2,15 +2,16 @@
 
     python benchmarks/memory.py [--large]
 
-On a GPU the peak is the allocator's; on a CPU it is the resident size of a process of its own for
-each case, less that before the call.
+On a GPU the peak is the allocator's; on a CPU it is the resident size of a process of its own
+for each case (Linux), less that before the call.
 """
 
 import argparse
+import gc
 import json
-import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -25,7 +26,29 @@ CASES = {
 }
 
 
-def measure(solver: str, limit: float | None, large: bool) -> dict[str, float]:
+def reset_peak(device: torch.device) -> int:
+    """Start a new peak; returns what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else status("VmHWM")
+
+
+def status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return 1024 * int(line.split()[1])
+    raise SystemExit(f"This system does not tell {name}.")
+
+
+def measure(solver: str, limit: float | None, large: bool) -> dict[str, object]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     widths, rows, asked = ((784, 1024, 1024, 10), 3000, 400) if large else ((784, 256, 256, 10), 600, 60)
     torch.manual_seed(0)
@@ -40,22 +63,13 @@ def measure(solver: str, limit: float | None, large: bool) -> dict[str, float]:
         whole = dw.influence(task, queries, damping=0.1, solver=chosen, progress=False)
         bytes_ = int(limit * whole.stats["memory_estimate"])
         del whole
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gc.collect()
+    before = reset_peak(device)
     try:
         scores = dw.influence(task, queries, damping=0.1, solver=chosen, memory_limit=bytes_, progress=False)
     except dw.MemoryLimit as refused:
-        return {"limit": float(bytes_ or 0), "refused": str(refused)}  # pyright: ignore
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if device.type == "cuda"
-        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    )
+        return {"limit": bytes_, "refused": str(refused)}
+    peak = peak_bytes(device)
     answer = {"estimate": scores.stats["memory_estimate"], "peak": peak - before}
     return answer | ({"limit": bytes_} if bytes_ else {})
 

@@ -1,11 +1,12 @@
 """Rows of a dataset that does not fit: read in chunks in every pass, never all at once, with the same answer."""
 
-import downweight as dw
-import downweight.rows
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+import downweight as dw
+import downweight.rows
 
 
 class Counted(Dataset):

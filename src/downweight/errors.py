@@ -13,6 +13,9 @@ DownweightError
 └── MissingDependency (ImportError)   an optional package is not installed
 """
 
+import sys
+import warnings
+
 
 class DownweightError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -67,3 +70,11 @@ class MissingDependency(DownweightError, ImportError):
 
 class DownweightWarning(UserWarning):
     """The one category of every warning of this package."""
+
+
+def warn(message: str) -> None:
+    """A DownweightWarning at the user's line: the nearest one outside this package and torch's decorators."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("downweight", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, DownweightWarning, stacklevel=level)

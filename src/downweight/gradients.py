@@ -92,20 +92,19 @@ class Gradients:
                 total.index_add_(0, self.members[inside].to(total.device), chosen)
             return total
 
-    def dot(self, vectors: Float[Tensor, "K d"], size: int) -> Float[Tensor, "n K"]:
-        """Inner products with any vectors, float64: (Jᵢ x)·uᵢ, without forming a gradient."""
+    def dot(self, vectors: Float[Tensor, "K d"], size: int, block: int) -> Float[Tensor, "n K"]:
+        """Inner products with any vectors, float64: (Jᵢ x)·uᵢ, without forming a gradient.
+
+        `size` rows and `block` vectors are at work at a time.
+        """
         parts = []
         with self.task.evaluating():
             for _, inputs, cotangent in self.chunks(size):
                 at = self.task.linearize(inputs)
                 u = cotangent(at.outputs)[0].flatten(1)
-                pushed = torch.cat([at.push(part) for part in vectors.split(_BLOCK)])
+                pushed = torch.cat([at.push(part) for part in vectors.split(block)])
                 parts.append(torch.einsum("kbo,bo->bk", pushed.flatten(2).double(), u))
         return self.reduce(torch.cat(parts), 0)
-
-
-# Vectors that one linearisation is multiplied with at a time; measured to be past the knee.
-_BLOCK = 32
 
 
 def roots(task: Task) -> Gradients:

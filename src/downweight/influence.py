@@ -1,7 +1,6 @@
 """Influence: scores, self-influence and parameter shifts, for single rows and for groups."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from downweight.curvature.gauss_newton import GaussNewton
 from downweight.curvature.hessian import Hessian
 from downweight.curvature.operator import Damped
 from downweight.curvature.over_rows import OverRows
-from downweight.errors import DownweightWarning, InvalidInput, InvalidType
+from downweight.errors import InvalidInput, InvalidType, warn
 from downweight.features import RowGradients
 from downweight.gradients import Gradients, check_removals, of_losses, training
 from downweight.measurements import Measurement, as_measurement, of_measurement
@@ -213,7 +212,7 @@ class System:
         parts, solutions = [], []
         for start, stop in track(self._blocks(len(solved)), f"Systems of {solved.what}"):
             solutions.append(self._solve_block(solved.only(start, stop)))
-            parts.append(other.dot(solutions[-1].value, self.curvature.chunk_rows).T)
+            parts.append(other.dot(solutions[-1].value, self.curvature.chunk_rows, self.curvature.block).T)
         values = torch.cat(parts)
         joined = join(solutions)
         return Pairing(
@@ -260,13 +259,11 @@ class System:
         failed = [place for place, entry in enumerate(result) if not entry.ok]
         if failed:
             reasons = sorted({result[place].value for place in failed})
-            warnings.warn(
+            warn(
                 f"{len(failed)} of {len(result)} systems are not solved to the tolerance "
                 f"({'; '.join(reasons)}), worst relative residual {float(residual.max()):.2g}. The "
                 "numbers that rest on them are approximate; raise max_steps or the damping, or use "
-                "an exact solver.",
-                DownweightWarning,
-                stacklevel=3,
+                "an exact solver."
             )
 
     def _solve_block(self, family: Gradients) -> Solution:
@@ -361,11 +358,9 @@ def warn_of_mode(task: Task) -> None:
     """Say it when train mode would have changed the numbers."""
     kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
     if any(module.training and isinstance(module, kinds) for module in task.model.modules()):
-        warnings.warn(
+        warn(
             "The model is in train mode and has dropout or batch-norm layers; it is evaluated in "
-            "eval mode and put back afterwards. Call model.eval() to make this explicit.",
-            DownweightWarning,
-            stacklevel=3,
+            "eval mode and put back afterwards. Call model.eval() to make this explicit."
         )
 
 

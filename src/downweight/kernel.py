@@ -70,6 +70,11 @@ class Kernel:
         ]
         return torch.cat(parts)
 
+    def feature_bytes(self, family: Gradients) -> int:
+        """Bytes that the features of a family hold at a time."""
+        one = self._features(family, torch.zeros(1, dtype=torch.long)).nbytes
+        return min(one * len(family.index), int(_HOLD * self.budget.available()))
+
     def _pass_rows(self, size: int) -> int:
         """Rows that may pass the network at a time with `size` cotangents each."""
         return max(1, int(_WORK * self.budget.available()) // (self.activation_bytes * (2 + size)))

@@ -1,6 +1,5 @@
 """solve(operator, vectors, solver): x with A x = v, and how far to believe it."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from downweight.curvature.dense import Dense
 from downweight.curvature.operator import Operator
-from downweight.errors import DownweightWarning, InvalidInput, InvalidType, NonFinite, NotConverged
+from downweight.errors import InvalidInput, InvalidType, NonFinite, NotConverged, warn
 from downweight.shapes import Float, Shaped
 from downweight.solvers.auto import Auto
 from downweight.solvers.cg import CG
@@ -55,7 +54,7 @@ def solve(
     if unfinished and throw:
         raise NotConverged(unfinished)
     if unfinished:
-        warnings.warn(unfinished, DownweightWarning, stacklevel=2)
+        warn(unfinished)
     return replace(solution, value=solution.value.reshape(vectors.shape))
 
 

@@ -5,7 +5,6 @@ import copy
 import hashlib
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from downweight.errors import DownweightWarning, InvalidInput, InvalidType, NonFinite
+from downweight.errors import InvalidInput, InvalidType, NonFinite
 from downweight.linearization import Linearization
 from downweight.losses import Loss, as_loss
 from downweight.rows import Inputs, Rows, TensorRows, as_rows, chunks, map_tensors, tensors_of
@@ -570,8 +569,3 @@ def _code(function: Any) -> str:
         return name + inspect.getsource(function)
     except (OSError, TypeError):
         return name
-
-
-def warn(message: str) -> None:
-    """A DownweightWarning that points at the user's line."""
-    warnings.warn(message, DownweightWarning, stacklevel=3)

@@ -126,6 +126,7 @@ class TestRefusals:
 # Without the run-time check of annotations, which would object first; as a user runs it.
 IN_PRODUCTION = """
 import sys, torch, warnings
+import downweight
 from downweight.curvature.dense import Dense
 from downweight.curvature.operator import Damped
 from downweight.errors import InvalidInput, InvalidType
@@ -156,7 +157,10 @@ for error, call in [
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     solve(torch.diag(torch.tensor([1.0, 2.0, 3.0])), ones, CG(max_steps=1))
-assert [warning.filename for warning in caught] == ["<string>"], "the warning points at the caller"
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
+    task = downweight.Task(model, "cross_entropy", (eye, torch.tensor([0, 1, 1])))
+    downweight.influence(task, (eye, torch.tensor([0, 1, 1])), solver=CG(max_steps=1))
+assert [warning.filename for warning in caught] == ["<string>"] * 3, "warnings point at the caller"
 print(solve(eye, ones, "cg").value.tolist())
 """
 

@@ -73,7 +73,7 @@ class OverRows(Operator):
     def product(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
         if len(vectors) == 0:
             return torch.zeros_like(vectors)
-        block = self._block
+        block = self.block
         with self.task.evaluating():
             if not self._checked:
                 self._check_symmetric()
@@ -113,14 +113,15 @@ class OverRows(Operator):
         return self.budget.limit
 
     @property
-    def _block(self) -> int:
+    def block(self) -> int:
         """Vectors that pass a chunk at a time."""
         return max(1, self._work // (self.chunk_rows * self.row_bytes))
 
     def product_bytes(self, count: int) -> int:
         """Bytes of a product with `count` vectors beside the vectors, kept linearisations included."""
         chunk = self.chunk_rows * self.row_bytes
-        return (self.kept_bytes or chunk) + chunk * min(count, self._block)
+        # A pass holds the parts of the network it is at, not all of them: half, as measured by benchmarks/memory.py.
+        return (self.kept_bytes or chunk) + chunk * min(count, self.block) // 2
 
     def _over_vectors(self, chunk: Chunk, vectors: Tensor, block: int) -> Tensor:
         if len(vectors) <= block:

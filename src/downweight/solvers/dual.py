@@ -62,10 +62,10 @@ class Dual:
 
     @staticmethod
     def needed_bytes(size: int, systems: int = 1) -> int:
-        """Kernel and factor; and for so many systems right-hand sides, answers and products at work."""
+        """Kernel, factor and strips at work; for so many systems right-hand sides, answers and products."""
         held = min(systems, math.ceil(size / _HELD))
         work = min(systems, math.ceil(size / _WORK))
-        return 8 * size * (2 * size + 2 * held + 4 * work)
+        return 8 * size * (9 * size // 4 + 2 * held + 4 * work)
 
     def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> "DualState":
         check_indefinite(indefinite)
@@ -180,6 +180,7 @@ class DualState:
     def _pairing(self, values: Tensor, residual: Tensor, solved: Literal["left", "right"]) -> Pairing:
         results = tuple(Result.DIRECT if left <= self.rtol else Result.STAGNATED for left in residual.tolist())
         memory = Dual.needed_bytes(len(self.gram), len(residual)) + values.nbytes
+        memory += self.kernel.feature_bytes(roots(self.curvature.task))
         return Pairing(values, residual, results, solved, {**self.stats, "memory_estimate": memory})
 
     @property

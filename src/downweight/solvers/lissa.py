@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,11 +61,11 @@ class LiSSA:
 
     Divergence is noticed at the step where it shows: while ‖I − A_B/σ‖ ≤ 1 holds,
     ‖xₜ‖ ≤ (t + 1) ‖v‖. The vector then gets NaN, an infinite residual, and the message has the
-    # Blocks of vectors at work, the right-hand sides among them; measured by benchmarks/memory.py.
-    blocks_held: ClassVar[float] = 5.0
-
     scale that would work.
     """
+
+    # Blocks of vectors at work, the right-hand sides among them; measured by benchmarks/memory.py.
+    blocks_held: ClassVar[float] = 5.0
 
     scale: float | int | None = None
     depth: int = 5000
