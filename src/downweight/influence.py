@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,15 +17,13 @@ from downweight.errors import InvalidInput, InvalidType, warn
 from downweight.features import RowGradients
 from downweight.gradients import Gradients, check_removals, of_losses, training
 from downweight.measurements import Measurement, as_measurement, of_measurement
-from downweight.memory import parse_bytes
+from downweight.memory import gibibytes, parse_bytes
 from downweight.progress import reporting, track
 from downweight.scores import Scores, jsonable
 from downweight.shapes import Float
 from downweight.solve import as_solver
 from downweight.solvers.auto import Auto
-from downweight.solvers.cholesky import Cholesky
-from downweight.solvers.dual import Dual
-from downweight.solvers.solver import Indefinite, Pairing, Result, Solution, Solver, check_indefinite
+from downweight.solvers.solver import Indefinite, Pairing, Result, Solution, Solver, check_indefinite, dot
 from downweight.task import Task
 
 Curvature = Literal["gauss_newton", "hessian"]
@@ -70,11 +68,12 @@ def influence(
         left = of_measurement(task, asked, measured)
         right, removals, of = choose_removals(task, rows, candidates)
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right)))
+        estimate = system.memory_estimate(min(len(left), len(right)), max(len(left), len(right)))
         pairing = system.pair(left, right)
         system.warn_unless_converged(pairing.result, pairing.residual)
         values = (pairing.value / len(task)).to(task.dtype)
         smallest = pairing.stats.get("smallest_eigenvalue")
-        notes = [*task.notes, *system.notes]
+        notes = [*task.notes, *system.notes, f"The peak of its memory was estimated at {gibibytes(estimate)}."]
         if smallest is not None and smallest < 0:
             notes.append(
                 f"The system is indefinite (smallest eigenvalue {smallest:.3g}): scores belong to a "
@@ -102,7 +101,7 @@ def influence(
             fingerprint=task.fingerprint(),
             seed=getattr(system.solver, "seed", None),
             notes=tuple(notes),
-            stats=jsonable(dict(pairing.stats)),
+            stats=jsonable({**pairing.stats, "memory_estimate": estimate}),
         )
 
 
@@ -211,26 +210,24 @@ class System:
         solved, other = (right, left) if turned else (left, right)
         parts, solutions = [], []
         for start, stop in track(self._blocks(len(solved)), f"Systems of {solved.what}"):
-            solutions.append(self._solve_block(solved.only(start, stop)))
-            parts.append(other.dot(solutions[-1].value, self.curvature.chunk_rows, self.curvature.block).T)
+            solution = self._solve_block(solved.only(start, stop))
+            parts.append(other.dot(solution.value, self.curvature.chunk_rows, self.curvature.block).T)
+            solutions.append(without_value(solution))
         values = torch.cat(parts)
         joined = join(solutions)
-        return Pairing(
-            values.T if turned else values,
-            joined.residual,
-            joined.result,
-            "right" if turned else "left",
-            {**joined.stats, "memory_estimate": self.memory_estimate(len(solved)) + values.nbytes},
-        )
+        side = "right" if turned else "left"
+        return Pairing(values.T if turned else values, joined.residual, joined.result, side, joined.stats)
 
-    def memory_estimate(self, systems: int) -> int:
-        """Peak bytes of solving so many systems, beside what was there before."""
-        if isinstance(self.solver, Dual):
-            return Dual.needed_bytes(len(self.task) * self.task.root_size, systems)
+    def memory_estimate(self, systems: int, others: int) -> int:
+        """Peak bytes of pairing so many systems with so many others, beside what was there before."""
+        values = 8 * systems * others
+        own = getattr(self.state, "memory_estimate", None)
+        if own is not None:
+            return values + own(systems)
         start, stop = self._blocks(systems)[0]
         vectors = (stop - start) * self.task.size * self.task.dtype.itemsize
-        held = self.solver.matrices * 8 * self.task.size**2 if isinstance(self.solver, Cholesky) else 0
-        return held + int(self._blocks_held * vectors) + self.curvature.product_bytes(stop - start)
+        matrix = getattr(self.solver, "matrix_bytes", lambda size: 0)(self.task.size)
+        return values + matrix + int(self._blocks_held * vectors) + self.curvature.product_bytes(stop - start)
 
     @property
     def _blocks_held(self) -> float:
@@ -245,8 +242,9 @@ class System:
         values, solutions = [], []
         for start, stop in track(self._blocks(len(family)), f"Systems of {family.what}"):
             vectors = family.only(start, stop).vectors(self.formed, self._vector_rows())
-            solutions.append(self.solver.compute(self.state, vectors))
-            values.append((vectors.double() * solutions[-1].value.double()).sum(1))
+            solution = self.solver.compute(self.state, vectors)
+            values.append(dot(vectors, solution.value))
+            solutions.append(without_value(solution))
         joined = join(solutions)
         return Pairing(torch.cat(values), joined.residual, joined.result, "left", joined.stats)
 
@@ -280,6 +278,11 @@ class System:
         room = int(_VECTOR_MEMORY * self.curvature.budget.available())
         per_row = 3 * (self.curvature.row_bytes + self.task.size * self.task.dtype.itemsize)
         return max(1, room // per_row)
+
+
+def without_value(solution: Solution) -> Solution:
+    """What is known of a solution, once its value has been used: all blocks' values together may not fit."""
+    return replace(solution, value=solution.value[:, :0])
 
 
 def join(solutions: Sequence[Solution]) -> Solution:

@@ -19,8 +19,9 @@ from downweight.task import Task
 # Of the memory that is available: for linearisations that are kept between products, and for one
 # chunk at work. Guesses that leave room for the vectors of a solver.
 _KEEP, _WORK = 0.25, 0.125
-# More in one chunk gains nothing: large enough to fill a GPU, small enough for a CPU's caches.
-_CHUNK_BYTES = {"cuda": 4 * 2**30, "cpu": 256 * 2**20}
+# More in one chunk gains nothing: large enough to fill a GPU (a guess); on a CPU 20 vectors cost a tenth less than at
+# twice this size (benchmarks/product.py).
+_CHUNK_BYTES = {"cuda": 4 * 2**30, "cpu": 128 * 2**20}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class OverRows(Operator):
         self.rows = len(self._index)
         available = self.budget.available()
         self.row_bytes = task.row_bytes
-        self._work = min(int(_WORK * available), _CHUNK_BYTES.get(self.device.type, 2**28))
+        self._work = min(int(_WORK * available), _CHUNK_BYTES.get(self.device.type, 2**27))
         self.chunk_rows = max(1, min(self.rows, self._work // self.row_bytes))
         self.kept_bytes = self.rows * self.row_bytes
         if not keep or self.kept_bytes > _KEEP * available:
@@ -83,7 +84,7 @@ class OverRows(Operator):
                 self.chunk_rows,
                 lambda rows: self._over_vectors(self._chunk(rows), vectors, block),
             )
-        return total.add_(vectors, alpha=self.task.l2)
+        return total.add_(vectors, alpha=self.task.l2) if self.task.l2 else total
 
     def _check_symmetric(self) -> None:
         """u·Cv = v·Cu on two rows: some operations of torch have no second derivative, and some a wrong one."""

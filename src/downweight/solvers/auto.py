@@ -45,13 +45,13 @@ class Auto:
         # One product with a vector: 8 operations a parameter and row (2 gradients' worth).
         product = 8.0 * d * (operator.rows or d)
         options: list[tuple[float, int, Solver, str]] = [
-            (product * d + d**3 / 3, 24 * d**2, Cholesky(), f"d = {d:,}"),
+            (product * d + d**3 / 3, Cholesky.matrix_bytes(d), Cholesky(), f"d = {d:,}"),
         ]
         if isinstance(curvature, GaussNewton) and damping + curvature.task.l2 > 0:
             size = len(curvature.task) * curvature.task.root_size
             cost = size**3 / 3 + 2.0 * size**2 * K + 8.0 * d * size
             kernel = f"N·C = {size:,}"
-            options.append((cost, Dual.needed_bytes(size, size), Dual(), kernel))
+            options.append((cost, Dual.least_bytes(size), Dual(), kernel))
         iterative = MINRES() if indefinite == "allow" and not operator.positive else CG()
         # influence solves in blocks of systems, so that one system must fit.
         needed = int(iterative.blocks_held * 8 * d)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,14 +47,17 @@ class Cholesky:
     long as the factor; `stats` has the smallest and the number of negative ones.
     """
 
-    matrices: ClassVar[int] = 3  # (d, d) in float64 at work at a time
-
     memory_limit: int | str | None = None
     rtol: float | None = None
 
     def __post_init__(self):
         parse_bytes(self.memory_limit)
         check_rtol(self.rtol)
+
+    @staticmethod
+    def matrix_bytes(size: int) -> int:
+        """Three (d, d) in float64 are at work at a time."""
+        return 3 * 8 * size**2
 
     def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> "Factor":
         check_indefinite(indefinite)
@@ -163,7 +166,7 @@ class Factor:
 
 def _require_memory(size: int, budget: Budget) -> None:
     budget.require(
-        3 * 8 * size**2,
+        Cholesky.matrix_bytes(size),
         f"Cholesky of a matrix of size {size} (3 · 8 · d² bytes)",
         f"d ≤ {int((budget.available() / 24) ** 0.5)} would fit. Use Dual() where N·C is smaller than d, CG() "
         "otherwise, or name fewer parameters.",

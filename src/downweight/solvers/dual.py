@@ -29,9 +29,14 @@ from downweight.solvers.solver import (
 
 _REFINEMENTS = 3  # each gains about the digits that one solve has; two have always been enough
 
-# Right-hand sides that are held, and that are at work, at a time: these parts of the kernel's width,
-# so that they never take more than the kernel itself does. Guesses.
-_HELD, _WORK = 4, 8
+# Right-hand sides that are held, and that are at work, at a time: a quarter and an eighth of the kernel's width at
+# most, so that they never take more than the kernel itself does (guesses); and the columns that each of them takes.
+_BLOCKS = ((4, 2), (8, 4))
+
+
+def _matrix_bytes(size: int) -> int:
+    """Kernel, factor, and strips at work that are a quarter of one."""
+    return 18 * size**2
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,9 @@ class Dual:
         parse_bytes(self.memory_limit)
 
     @staticmethod
-    def needed_bytes(size: int, systems: int = 1) -> int:
-        """Kernel, factor and strips at work; for so many systems right-hand sides, answers and products."""
-        held = min(systems, math.ceil(size / _HELD))
-        work = min(systems, math.ceil(size / _WORK))
-        return 8 * size * (9 * size // 4 + 2 * held + 4 * work)
+    def least_bytes(size: int) -> int:
+        """Kernel, factor and strips at work, and a fifth for what they are made of; right-hand sides fit themselves."""
+        return 5 * _matrix_bytes(size) // 4
 
     def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> "DualState":
         check_indefinite(indefinite)
@@ -88,8 +91,8 @@ class Dual:
         size = len(task) * task.root_size
         limit = parse_bytes(self.memory_limit) or operator.memory_limit
         budget = Budget(task.device, limit)
-        needed = self.needed_bytes(size, size)
-        fits = int(size * math.sqrt(budget.available() / needed))
+        needed, available = self.least_bytes(size), budget.available()
+        fits = int(size * math.sqrt(available / needed))
         budget.require(
             needed,
             f"Dual's kernel for {len(task):,} rows × {task.root_size} outputs",
@@ -98,6 +101,7 @@ class Dual:
         )
         kernel = Kernel(RowGradients(task), budget, curvature.row_bytes)
         family = roots(task)
+        room = available - _matrix_bytes(size) - kernel.feature_bytes(family)
         gram = kernel.gram(family, family)
         factor = gram.clone().T  # column-major, as LAPACK wants it, so that nothing is copied again
         factor.diagonal().add_(shift * len(task))
@@ -109,7 +113,9 @@ class Dual:
                 f"float64 (largest kernel entry {float(gram.diagonal().max()):.3g}). Raise the damping."
             )
         rtol = self.rtol or (1e-10 if task.dtype == torch.float64 else 1e-4)
-        return DualState(operator, curvature, kernel, gram, factor, shift, rtol)
+        # Right-hand sides and answers of the held, and four temporaries of those at work, each for half of the room.
+        held, work = (max(1, min(math.ceil(size / part), room // (2 * count * 8 * size))) for part, count in _BLOCKS)
+        return DualState(operator, curvature, kernel, gram, factor, shift, rtol, held, work)
 
     def compute(self, state: "DualState", vectors: Float[Tensor, "K d"]) -> Solution:
         return state.solve(vectors)
@@ -132,6 +138,16 @@ class DualState:
     factor: Float[Tensor, "m m"]
     shift: float
     rtol: float
+    held: int  # right-hand sides at a time
+    work: int  # and of those, at work at a time
+
+    def memory_estimate(self, systems: int) -> int:
+        """Peak bytes of solving so many systems, beside what was there before."""
+        size = len(self.gram)
+        blocks = sum(
+            count * min(systems, most) for (_, count), most in zip(_BLOCKS, (self.held, self.work), strict=True)
+        )
+        return _matrix_bytes(size) + 8 * size * blocks + self.kernel.feature_bytes(roots(self.curvature.task))
 
     @property
     def _scale(self) -> float:
@@ -148,15 +164,15 @@ class DualState:
         squared_norms = self.kernel.squared_norms(solved)
         residual = torch.empty_like(squared_norms)
         values = squared_norms.new_empty(len(solved), len(other))
-        for start in track(range(0, len(solved), self._held), f"Systems of {solved.what}"):
-            part = slice(start, min(start + self._held, len(solved)))
+        for start in track(range(0, len(solved), self.held), f"Systems of {solved.what}"):
+            part = slice(start, min(start + self.held, len(solved)))
             piece = solved.only(part.start, part.stop)
             seen = piece.reduce(self.kernel.gram(train, piece), 1)
             dual, residual[part] = self._solve_dual(seen, squared_norms[part])
             del seen
             # The other family may be all N rows: its columns come in blocks.
-            for first in track(range(0, len(other), self._work), f"Scores of {other.what}"):
-                columns = slice(first, min(first + self._work, len(other)))
+            for first in track(range(0, len(other), self.work), f"Scores of {other.what}"):
+                columns = slice(first, min(first + self.work, len(other)))
                 theirs = other.only(columns.start, columns.stop)
                 direct = theirs.reduce(piece.reduce(self.kernel.gram(piece, theirs), 0), 1)
                 across = theirs.reduce(self.kernel.gram(train, theirs), 1)
@@ -169,8 +185,8 @@ class DualState:
         train = roots(self.curvature.task)
         values = self.kernel.squared_norms(family)
         residual = torch.empty_like(values)
-        for start in track(range(0, len(family), self._held), f"Systems of {family.what}"):
-            part = slice(start, min(start + self._held, len(family)))
+        for start in track(range(0, len(family), self.held), f"Systems of {family.what}"):
+            part = slice(start, min(start + self.held, len(family)))
             piece = family.only(part.start, part.stop)
             seen = piece.reduce(self.kernel.gram(train, piece), 1)
             dual, residual[part] = self._solve_dual(seen, values[part])
@@ -179,9 +195,7 @@ class DualState:
 
     def _pairing(self, values: Tensor, residual: Tensor, solved: Literal["left", "right"]) -> Pairing:
         results = tuple(Result.DIRECT if left <= self.rtol else Result.STAGNATED for left in residual.tolist())
-        memory = Dual.needed_bytes(len(self.gram), len(residual)) + values.nbytes
-        memory += self.kernel.feature_bytes(roots(self.curvature.task))
-        return Pairing(values, residual, results, solved, {**self.stats, "memory_estimate": memory})
+        return Pairing(values, residual, results, solved, self.stats)
 
     @property
     def stats(self) -> dict[str, object]:
@@ -189,14 +203,6 @@ class DualState:
             "kernel_size": len(self.gram),
             "kernel": self.kernel.formed.describe(),
         }
-
-    @property
-    def _held(self) -> int:
-        return math.ceil(len(self.gram) / _HELD)
-
-    @property
-    def _work(self) -> int:
-        return math.ceil(len(self.gram) / _WORK)
 
     def _inverse(self, wanted: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
         """(K + μN I)⁻¹ b, by two triangular solves: cholesky_solve would copy the factor."""
@@ -209,8 +215,8 @@ class DualState:
         """y with (K + μN I) y = B v, refined, and the relative residual of the primal system."""
         dual = torch.empty_like(seen)
         residual = torch.empty_like(squared_norms)
-        for start in range(0, seen.shape[1], self._work):
-            part = slice(start, start + self._work)
+        for start in range(0, seen.shape[1], self.work):
+            part = slice(start, start + self.work)
             wanted, sizes = seen[:, part], squared_norms[part].sqrt()
             y, rounds = self._inverse(wanted), 0
             while True:
