@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
+# One process a core, each with one thread: the tests' matrices are too small for more.
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # a notice about the future of mkdocs, at every build
@@ -46,12 +48,12 @@ static: setup
 
 # Formatting, lint, types and the fast tests: under three minutes.
 check: static
-	$(BIN)/pytest -q -m "not slow"
+	$(TEST) -q -m "not slow"
 
 # All that `make check` does, with every test; pytest's closing line comes last.
 test: static browser
 	$(BIN)/mkdocs build --strict --quiet
-	$(BIN)/pytest
+	$(TEST)
 
 # Every file of benchmarks/ but common.py and peers.py answers one question, on its first line.
 bench: setup

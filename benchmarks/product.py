@@ -30,7 +30,7 @@ def main() -> None:
         model = mlp(*widths).to(device, dtype).eval()
         x = inputs.to(dtype)
         task = dw.Task(model, "cross_entropy", (x, targets))
-        operator = dw.GaussNewton(task)
+        operator = dw.GaussNewtonMatrix(task)
         params = list(model.parameters())
         generator = torch.Generator(device).manual_seed(0)
         one = torch.randn(1, task.size, device=device, dtype=dtype, generator=generator)

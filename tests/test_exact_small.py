@@ -59,7 +59,7 @@ def test_scores(name, curvature, solver):
 @pytest.mark.parametrize("name", CASES)
 def test_products(name, curvature):
     """The operator on every unit vector is the dense curvature; l2 is in it once, damping not."""
-    operator = {"gauss_newton": dw.GaussNewton, "hessian": dw.Hessian}[curvature](task_of(name))
+    operator = {"gauss_newton": dw.GaussNewtonMatrix, "hessian": dw.HessianMatrix}[curvature](task_of(name))
     truth = oracle_of(name).curvature(curvature)
     eye = torch.eye(len(truth), dtype=torch.float64)
     assert operator.size == len(truth)

@@ -53,7 +53,7 @@ def test_products_agree_with_curvlinops(name, curvature):
     batches = [(inputs[a : a + 3], targets[a : a + 3]) for a in range(0, made.rows, 3)]
     kind = {"gauss_newton": curvlinops.GGNLinearOperator, "hessian": curvlinops.HessianLinearOperator}[curvature]
     peer = kind(made.model, loss, parameters, batches, check_deterministic=False)
-    operator = {"gauss_newton": dw.GaussNewton, "hessian": dw.Hessian}[curvature](task_of(name))
+    operator = {"gauss_newton": dw.GaussNewtonMatrix, "hessian": dw.HessianMatrix}[curvature](task_of(name))
     vectors = torch.randn(3, operator.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     truth = factor * (peer @ vectors.T).T / made.rows + made.settings.get("l2", 0.0) * vectors
     torch.testing.assert_close(operator @ vectors, truth.detach(), rtol=1e-10, atol=1e-12)

@@ -73,7 +73,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-12) -> N
     assert ((actual - expected).abs().max() / scale).item() <= tolerance
 
 
-OPERATORS = {"gauss_newton": dw.GaussNewton, "hessian": dw.Hessian}
+OPERATORS = {"gauss_newton": dw.GaussNewtonMatrix, "hessian": dw.HessianMatrix}
 
 
 @pytest.mark.parametrize("curvature", OPERATORS)
@@ -91,7 +91,7 @@ def test_products_are_symmetric(curvature, small):
 def test_gauss_newton_is_positive(small):
     """v . G v >= 0, and at least l2 |v|^2."""
     vectors = small.vectors(4)
-    forms = (vectors * (dw.GaussNewton(small.task()) @ vectors)).sum(1)
+    forms = (vectors * (dw.GaussNewtonMatrix(small.task()) @ vectors)).sum(1)
     squares = vectors.square().sum(1)
     assert (forms - small.l2 * squares >= -1e-13 * squares).all()
 
@@ -173,8 +173,8 @@ def test_a_weight_of_two_is_two_rows(small):
     once, twice = small.task(weights=base), small.task(weights=doubled)
     vectors = small.vectors(2)
     first = small.task(torch.tensor([0]), weights=base[:1], l2=0.0)
-    added = dw.GaussNewton(first) @ vectors / rows
-    assert_near(dw.GaussNewton(twice) @ vectors, dw.GaussNewton(once) @ vectors + added)
+    added = dw.GaussNewtonMatrix(first) @ vectors / rows
+    assert_near(dw.GaussNewtonMatrix(twice) @ vectors, dw.GaussNewtonMatrix(once) @ vectors + added)
 
 
 @few

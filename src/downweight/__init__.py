@@ -2,8 +2,8 @@
 
 from downweight.baselines import grad_cos, grad_dot, representer_points, tracin
 from downweight.curvature.dense import Dense
-from downweight.curvature.gauss_newton import GaussNewton
-from downweight.curvature.hessian import Hessian
+from downweight.curvature.gauss_newton import GaussNewtonMatrix
+from downweight.curvature.hessian import HessianMatrix
 from downweight.curvature.lanczos import Spectrum, lanczos
 from downweight.curvature.operator import Damped, Operator
 from downweight.errors import (
@@ -48,8 +48,8 @@ __all__ = [
     "DownweightWarning",
     "Dual",
     "ForeignResult",
-    "GaussNewton",
-    "Hessian",
+    "GaussNewtonMatrix",
+    "HessianMatrix",
     "IndefiniteSystem",
     "InvalidInput",
     "InvalidType",

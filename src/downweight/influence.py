@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from downweight.curvature.gauss_newton import GaussNewton
-from downweight.curvature.hessian import Hessian
+from downweight.curvature.gauss_newton import GaussNewtonMatrix
+from downweight.curvature.hessian import HessianMatrix
 from downweight.curvature.operator import Damped
 from downweight.curvature.over_rows import OverRows
 from downweight.errors import InvalidInput, InvalidType, warn
@@ -27,7 +27,7 @@ from downweight.solvers.solver import Indefinite, Pairing, Result, Solution, Sol
 from downweight.task import Task
 
 Curvature = Literal["gauss_newton", "hessian"]
-CURVATURES: dict[str, type[OverRows]] = {"gauss_newton": GaussNewton, "hessian": Hessian}
+CURVATURES: dict[str, type[OverRows]] = {"gauss_newton": GaussNewtonMatrix, "hessian": HessianMatrix}
 
 # The part of the available memory that the vectors of a block of systems may take. A guess.
 _VECTOR_MEMORY = 0.4

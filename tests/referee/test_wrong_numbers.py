@@ -98,7 +98,7 @@ def test_02_ragged_batches_are_not_means_of_means(curvature):
     Products of the curvature under every cut of 20 rows, and the mean over any choice of rows.
     """
     made = twenty_rows()
-    oracle, kind = made.oracle(), {"gauss_newton": dw.GaussNewton, "hessian": dw.Hessian}[curvature]
+    oracle, kind = made.oracle(), {"gauss_newton": dw.GaussNewtonMatrix, "hessian": dw.HessianMatrix}[curvature]
     vectors = torch.randn(2, len(oracle.theta), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     truth = vectors @ oracle.curvature(curvature)
     answers = under_all_limits(made.model, lambda limit: kind(made.task(), memory_limit=limit) @ vectors)
@@ -145,7 +145,7 @@ def test_04_gauss_newton_is_not_the_empirical_fisher(name):
     Against a dense J^T H_y J to 1e-10, on cases where the empirical Fisher is far from it.
     """
     oracle = oracle_of(name)
-    matrix = dw.GaussNewton(task_of(name)) @ torch.eye(len(oracle.theta), dtype=torch.float64)
+    matrix = dw.GaussNewtonMatrix(task_of(name)) @ torch.eye(len(oracle.theta), dtype=torch.float64)
     assert_near(matrix, oracle.gauss_newton, 1e-10)
     apart = (oracle.empirical_fisher - oracle.gauss_newton).norm() / oracle.gauss_newton.norm()
     assert apart > 0.1
@@ -177,7 +177,7 @@ def test_05_softmax_curvature_has_its_cross_terms(logits, dtype):
             return self.logits + 0 * x
 
     task = dw.Task(Constant(), "cross_entropy", (torch.zeros(2, 1, dtype=dtype), torch.tensor([0, 1])))
-    actual = dw.GaussNewton(task) @ torch.eye(4, dtype=dtype)
+    actual = dw.GaussNewtonMatrix(task) @ torch.eye(4, dtype=dtype)
     # The truth in terms of the other probabilities: 1 - p_c is their sum, so nothing cancels.
     p = torch.tensor(logits, dtype=torch.float64).softmax(0)
     expected = -torch.outer(p, p)
@@ -332,7 +332,7 @@ def test_08_lissa_that_diverges_says_so():
     Noticed, named, and no number from a diverged run is called converged.
     """
     made = twenty_rows()
-    operator = dw.Damped(dw.GaussNewton(made.task()), 0.3)
+    operator = dw.Damped(dw.GaussNewtonMatrix(made.task()), 0.3)
     vector = made.oracle().gradients[0]
     largest = torch.linalg.eigvalsh(made.oracle().gauss_newton)[-1].item()
     solver = dw.LiSSA(scale=largest / 8, depth=2_000, repeats=1, batch_size=20)
@@ -403,7 +403,7 @@ def test_09_a_tolerance_is_kept(solver):
     Looser ones take fewer steps, and every residual is the true one, recomputed here, below what was asked for.
     """
     made = twenty_rows()
-    operator, vectors = dw.Damped(dw.GaussNewton(made.task()), 1e-3), made.oracle().gradients[:5]
+    operator, vectors = dw.Damped(dw.GaussNewtonMatrix(made.task()), 1e-3), made.oracle().gradients[:5]
     matrix, steps = made.oracle().system("gauss_newton", 1e-3), []
     for rtol in (1e-2, 1e-5, 1e-9):
         solution = dw.solve(operator, vectors, solver(rtol=rtol, max_steps=500))
@@ -426,7 +426,7 @@ def test_09_a_convergence_flag_is_not_dropped(solver):
     assert sum(issubclass(w.category, dw.DownweightWarning) for w in caught) == 1
     assert not torch.as_tensor(scores.converged).any()
     assert torch.as_tensor(scores.residuals).min() > 1e-6
-    operator = dw.Damped(dw.GaussNewton(made.task()), 1e-4)
+    operator = dw.Damped(dw.GaussNewtonMatrix(made.task()), 1e-4)
     with pytest.raises(dw.NotConverged):
         dw.solve(operator, made.oracle().gradients[0], solver(rtol=1e-10, max_steps=2), throw=True)
 
@@ -692,7 +692,7 @@ def test_15_nothing_is_tuned_on_the_queries():
     one = dw.influence(made.task(), queries=made.queries, damping=0.3)
     two = dw.influence(made.task(), queries=made.candidates, damping=0.3)
     assert one.damping == two.damping == 0.3
-    operator = dw.Damped(dw.GaussNewton(made.task()), 0.3)
+    operator = dw.Damped(dw.GaussNewtonMatrix(made.task()), 0.3)
     solver = dw.LiSSA(depth=3_000, repeats=1, batch_size=20)
     scales = [dw.solve(operator, vector, solver).stats["scale"] for vector in made.oracle().gradients[:2]]
     assert scales[0] == scales[1]

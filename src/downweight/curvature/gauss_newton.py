@@ -1,4 +1,4 @@
-"""GaussNewton: (1/N) Σ wᵢ Jᵢᵀ H_y Jᵢ + ρI, the curvature that a convex loss keeps positive."""
+"""GaussNewtonMatrix: (1/N) Σ wᵢ Jᵢᵀ H_y Jᵢ + ρI, the curvature that a convex loss keeps positive."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from downweight.task import Task
 _CONVEXITY_SAMPLE = 256  # rows; a guess that costs less than one product
 
 
-class GaussNewton(OverRows):
+class GaussNewtonMatrix(OverRows):
     r"""G v = (1/N) Σᵢ wᵢ Jᵢᵀ H_y Jᵢ v + ρ v, H_y the loss's Hessian in the outputs at θˢ.
 
     Not the empirical Fisher: no outer products of gradients with the data's labels. For the

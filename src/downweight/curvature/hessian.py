@@ -1,4 +1,4 @@
-"""Hessian: the second derivative of the whole cost, which need not be positive away from a minimum."""
+"""HessianMatrix: the second derivative of the whole cost, which need not be positive away from a minimum."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from downweight.curvature.over_rows import Chunk, OverRows
 from downweight.shapes import Float, Int
 
 
-class Hessian(OverRows):
+class HessianMatrix(OverRows):
     r"""H v = (1/N) Σᵢ wᵢ (Jᵢᵀ H_y Jᵢ v + Σ_c (∂L/∂y_c) ∇²y_c v) + ρ v.
 
     The first term is Gauss-Newton's; the second is what it leaves out, and may be indefinite.

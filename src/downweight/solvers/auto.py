@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from downweight.curvature.gauss_newton import GaussNewton
+from downweight.curvature.gauss_newton import GaussNewtonMatrix
 from downweight.curvature.operator import Damped, Operator
 from downweight.memory import Budget, gibibytes
 from downweight.shapes import Float
@@ -47,7 +47,7 @@ class Auto:
         options: list[tuple[float, int, Solver, str]] = [
             (product * d + d**3 / 3, Cholesky.matrix_bytes(d), Cholesky(), f"d = {d:,}"),
         ]
-        if isinstance(curvature, GaussNewton) and damping + curvature.task.l2 > 0:
+        if isinstance(curvature, GaussNewtonMatrix) and damping + curvature.task.l2 > 0:
             size = len(curvature.task) * curvature.task.root_size
             cost = size**3 / 3 + 2.0 * size**2 * K + 8.0 * d * size
             kernel = f"N·C = {size:,}"

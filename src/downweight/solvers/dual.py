@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from downweight.curvature.gauss_newton import GaussNewton
+from downweight.curvature.gauss_newton import GaussNewtonMatrix
 from downweight.curvature.operator import Damped, Operator
 from downweight.errors import InvalidInput, SingularSystem
 from downweight.features import RowGradients
@@ -76,7 +76,7 @@ class Dual:
         while isinstance(curvature, Damped):
             damping += curvature.damping
             curvature = curvature.operator
-        if not isinstance(curvature, GaussNewton) or curvature.rows != len(curvature.task):
+        if not isinstance(curvature, GaussNewtonMatrix) or curvature.rows != len(curvature.task):
             raise InvalidInput(
                 f"Dual solves Gauss-Newton systems over all training rows, got {operator.describe()}: "
                 "only JᵀH_yJ has a kernel in the outputs. Use Cholesky(), MINRES() or CG()."
@@ -132,7 +132,7 @@ class DualState:
     """The kernel K = BBᵀ and the factor of K + μN I."""
 
     operator: Operator
-    curvature: GaussNewton
+    curvature: GaussNewtonMatrix
     kernel: Kernel
     gram: Float[Tensor, "m m"]
     factor: Float[Tensor, "m m"]
