@@ -208,15 +208,15 @@ class System:
             return own(self.state, left, right)
         turned = len(right) < len(left)
         solved, other = (right, left) if turned else (left, right)
-        parts, solutions = [], []
-        for start, stop in track(self._blocks(len(solved)), f"Systems of {solved.what}"):
+
+        def score(start: int, stop: int) -> tuple[Tensor, Solution]:
             solution = self._solve_block(solved.only(start, stop))
-            parts.append(other.dot(solution.value, self.curvature.chunk_rows, self.curvature.block).T)
-            solutions.append(without_value(solution))
-        values = torch.cat(parts)
-        joined = join(solutions)
+            scores = other.dot(solution.value, self.curvature.chunk_rows, self.curvature.block).T
+            return scores, without_value(solution)
+
+        values, known = self._block_by_block(score, solved)
         side = "right" if turned else "left"
-        return Pairing(values.T if turned else values, joined.residual, joined.result, side, joined.stats)
+        return Pairing(values.T if turned else values, known.residual, known.result, side, known.stats)
 
     def memory_estimate(self, systems: int, others: int) -> int:
         """Peak bytes of pairing so many systems with so many others, beside what was there before."""
@@ -239,14 +239,22 @@ class System:
         own = getattr(self.solver, "quadratic", None)
         if own is not None:
             return own(self.state, family)
-        values, solutions = [], []
-        for start, stop in track(self._blocks(len(family)), f"Systems of {family.what}"):
+
+        def square(start: int, stop: int) -> tuple[Tensor, Solution]:
             vectors = family.only(start, stop).vectors(self.formed, self._vector_rows())
             solution = self.solver.compute(self.state, vectors)
-            values.append(dot(vectors, solution.value))
-            solutions.append(without_value(solution))
-        joined = join(solutions)
-        return Pairing(torch.cat(values), joined.residual, joined.result, "left", joined.stats)
+            return dot(vectors, solution.value), without_value(solution)
+
+        values, known = self._block_by_block(square, family)
+        return Pairing(values, known.residual, known.result, "left", known.stats)
+
+    def _block_by_block(
+        self, use: Callable[[int, int], tuple[Tensor, Solution]], family: Gradients
+    ) -> tuple[Tensor, Solution]:
+        """What `use` makes of the systems of a family, a block of them in memory at a time."""
+        blocks = track(self._blocks(len(family)), f"Systems of {family.what}")
+        values, known = zip(*(use(start, stop) for start, stop in blocks), strict=True)
+        return torch.cat(values), join(known)
 
     def solve(self, family: Gradients) -> Solution:
         """A⁻¹ v of every vector, (K, d)."""
@@ -281,8 +289,11 @@ class System:
 
 
 def without_value(solution: Solution) -> Solution:
-    """What is known of a solution, once its value has been used: all blocks' values together may not fit."""
-    return replace(solution, value=solution.value[:, :0])
+    """What is known of a solution, once its value has been used: all blocks' values together may not fit.
+
+    New memory, not a view: an empty slice would hold on to all of the value.
+    """
+    return replace(solution, value=solution.value.new_empty(len(solution.value), 0))
 
 
 def join(solutions: Sequence[Solution]) -> Solution:

@@ -10,6 +10,9 @@ import sys
 import textwrap
 import time
 import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +89,40 @@ def test_19_a_limit_is_kept_by_cutting_the_rows(limit):
     assert scores.values.shape == (4, 400)
     if limit == "200 KB":  # the activations of all rows alone are 400 x 70 x 8 = 224 kB
         assert max(sizes) < 400
+
+
+@dataclass(frozen=True)
+class Watched:
+    """CG that counts how many of its solutions are still in memory when the next block is solved."""
+
+    alive: list[int]
+    values: list[weakref.ref]
+
+    def init(self, operator, *, indefinite="raise"):
+        return dw.CG().init(operator, indefinite=indefinite)
+
+    def compute(self, state, vectors):
+        self.alive.append(sum(value() is not None for value in self.values))
+        solution = dw.CG().compute(state, vectors)
+        self.values.append(weakref.ref(solution.value))
+        return solution
+
+
+@pytest.mark.parametrize("call", ["influence", "self_influence"])
+def test_19_blocks_of_systems_do_not_pile_up(call):
+    """A limit that is kept block by block, and exceeded by what all the blocks leave behind.
+
+    Solutions are used and dropped before the next block of systems is solved.
+    """
+    made = classification(mlp(4, 6, 3).double(), (4,), 3, rows=60, l2=0.01)
+    solver = Watched([], [])
+    settings: dict[str, Any] = {"damping": 0.1, "solver": solver, "memory_limit": "40 KB"}
+    if call == "influence":
+        dw.influence(made.task(), queries=made.train, **settings)
+    else:
+        dw.self_influence(made.task(), **settings)
+    assert len(solver.alive) > 2, "the limit must cut the systems into blocks"
+    assert max(solver.alive) == 0
 
 
 @pytest.mark.parametrize("limit", [0, -1, "much", "-3 GB"])

@@ -121,7 +121,11 @@ def _conjugate_gradients(
             solution[active] = e  # those that go on are overwritten later
             active = [active[place] for place in going]
             keep = torch.tensor(going, dtype=torch.long, device=rest.device)
-            e, r, p, z = e[keep], r[keep], p[keep], z[keep]
+            # One after the other, so that no more than one block is there twice.
+            e = e[keep]
+            r = r[keep]
+            p = p[keep]
+            z = r if preconditioner is None else z[keep]
             rz, before, target = rz[keep], before[keep], target[keep]
         if active:
             p.mul_((rz / before).to(p.dtype)[:, None]).add_(z)
