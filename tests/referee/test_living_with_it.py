@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ class Watched:
     alive: list[int]
     values: list[weakref.ref]
 
-    def init(self, operator, *, indefinite="raise"):
+    def init(self, operator, *, indefinite: Literal["raise", "allow"] = "raise"):
         return dw.CG().init(operator, indefinite=indefinite)
 
     def compute(self, state, vectors):

@@ -127,7 +127,10 @@ class OverRows(Operator):
     def _over_vectors(self, chunk: Chunk, vectors: Tensor, block: int) -> Tensor:
         if len(vectors) <= block:
             return self._product(chunk, vectors)
-        return torch.cat([self._product(chunk, part) for part in vectors.split(block)])
+        out = torch.empty_like(vectors)
+        for start in range(0, len(vectors), block):
+            out[start : start + block] = self._product(chunk, vectors[start : start + block])
+        return out
 
     def chunks(self) -> Iterator[Chunk]:
         """The linearised chunks of rows, in order."""
