@@ -1,9 +1,10 @@
-"""Pages, or parts of them, that are made from the code: the command line, and the pitfalls that tests check.
+"""Pages, or parts of them, that are made: the command line, the benchmarks, the pitfalls that tests check.
 
 A line `<!-- made: NAME -->` in a page is replaced by what the function NAME of this file returns.
 """
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,34 @@ def pitfalls() -> str:
     return "\n".join(text for _, text in sorted(sections))
 
 
+def benchmarks() -> str:
+    """The records that the files of benchmarks/ wrote: a section a question, a table a machine."""
+    records = [json.loads(line) for line in (ROOT / "benchmarks" / "records.jsonl").read_text().splitlines()]
+    made: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        machine = "{device}, {threads} threads, torch {torch}, Python {python}, commit {commit}".format(**record)
+        measured = {name: value for name, value in record.items() if name not in _MACHINE}
+        made.setdefault(record["question"], {}).setdefault(machine, []).append(measured)
+    lines = []
+    for question, machines in made.items():
+        lines += [f"## {question}", ""]
+        for machine, runs in machines.items():
+            names = dict.fromkeys(name for run in runs for name in run)
+            lines += [machine, "", f"| measured |{' |' * len(runs)}", f"| --- |{' --- |' * len(runs)}"]
+            lines += [f"| {name} | {' | '.join(as_text(run.get(name, '')) for run in runs)} |" for name in names]
+            lines.append("")
+    return "\n".join(lines)
+
+
+_MACHINE = ("question", "device", "threads", "torch", "python", "commit")
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def first_line(node: ast.Module | ast.FunctionDef) -> str:
     """The first paragraph of a docstring, on one line."""
     return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
@@ -76,4 +105,4 @@ def as_list(paragraph: str) -> str:
     return re.sub(named, r"- `\1`: ", paragraph, flags=re.MULTILINE)
 
 
-PARTS = {"command_line": command_line, "pitfalls": pitfalls}
+PARTS = {"benchmarks": benchmarks, "command_line": command_line, "pitfalls": pitfalls}

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -75,6 +76,16 @@ def test_the_pitfalls_page_has_every_referee_test():
     for file in (ROOT / "tests" / "referee").glob("test_*.py"):
         for name in re.findall(r"^def test_(?:\d+_)?(\w+)", file.read_text(), re.MULTILINE):
             assert name.replace("_", " ") in text
+
+
+def test_the_benchmarks_page_has_every_record():
+    text = hooks.benchmarks()
+    records = [json.loads(line) for line in (ROOT / "benchmarks" / "records.jsonl").read_text().splitlines()]
+    assert text.count("## ") == len({record["question"] for record in records})
+    for record in records:
+        for name, value in record.items():
+            assert name in text or name in hooks._MACHINE
+            assert hooks.as_text(value) in text
 
 
 @pytest.mark.parametrize("name", SOLVERS)
