@@ -9,6 +9,10 @@ With y the outputs of B rows, shape (B, \*out), and v of shape (K, B, \*out):
     gradient(y, t)            dL/dy                          (B, *out)
     product(y, t, v)          H_y v                          (K, B, *out)
     root(y, t)                R with R^T R = H_y per row     (r, B, *out)
+    divergence(y, s, t)       D(y, s) = L(y) - L(s) - dL(s)/ds . (y - s), the Bregman divergence, (B,)
+    change(y, s, t)           dL(y)/dy - dL(s)/ds            (B, *out)
+
+The last two keep their relative precision where y is so near to s that L(y) - L(s) is rounding noise.
 """
 
 from collections.abc import Callable
@@ -55,6 +59,8 @@ class OutputLoss(Protocol):
     def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor: ...
     def root(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
     def root_size(self, output_shape: tuple[int, ...]) -> int: ...
+    def divergence(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor: ...
+    def change(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor: ...
 
 
 def _check_same_shape(outputs: Tensor, targets: Tensor, what: str, loss: str) -> None:
@@ -75,6 +81,26 @@ def _finite(targets: Tensor, what: str) -> None:
             f"{what}: {len(bad)} rows have a NaN or infinite target (first: row {int(bad[0])} of "
             "this part). Remove or repair them before computing influence."
         )
+
+
+def _of_logits(outputs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    r"""log Σ p e^d - p . d, and softmax(y) - p, for p = softmax(s) and d = y - s, over the last dimension.
+
+    With c = d - p . d the first is log1p(Σ p (e^c - 1 - c)), for Σ p c = 0, and the second p expm1(c - first). d is
+    measured from the likeliest class, where p is near 1: nothing cancels.
+    """
+    p = reference.softmax(-1)
+    moved = outputs - reference
+    moved = moved - moved.gather(-1, p.argmax(-1, keepdim=True))
+    centred = moved - (p * moved).sum(-1, keepdim=True)
+    square = centred * centred
+    # e^c - 1 - c by its series where the subtraction would cancel: the first term left out is c^8 / 8!.
+    series = square * (1 / 2 + centred / 6 + square * (1 / 24 + centred / 120 + square * (1 / 720 + centred / 5040)))
+    beyond = torch.where(centred.abs() < 0.02, series, centred.expm1() - centred)
+    near = torch.log1p((p * beyond).sum(-1))
+    far = (p.log() + centred).logsumexp(-1)  # where e^c overflows
+    divergence = torch.where(centred.amax(-1) < 100, near, far)
+    return divergence, p * (centred - divergence.unsqueeze(-1)).expm1()
 
 
 def _spread(weights: Tensor) -> Tensor:
@@ -179,6 +205,13 @@ class CrossEntropy:
     def root_size(self, output_shape: tuple[int, ...]) -> int:
         return torch.Size(output_shape[:-1]).numel() * (output_shape[-1] - 1)
 
+    def divergence(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        divergence = torch.where(targets != IGNORED, _of_logits(outputs, reference)[0], 0.0)
+        return divergence.reshape(len(outputs), -1).sum(1)
+
+    def change(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        return _of_logits(outputs, reference)[1] * (targets != IGNORED).unsqueeze(-1)
+
 
 @dataclass(frozen=True)
 class SquaredError:
@@ -208,6 +241,12 @@ class SquaredError:
 
     def root_size(self, output_shape: tuple[int, ...]) -> int:
         return torch.Size(output_shape).numel()
+
+    def divergence(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * (outputs - reference).square().reshape(len(outputs), -1).sum(1)
+
+    def change(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        return outputs - reference
 
 
 @dataclass(frozen=True)
@@ -252,6 +291,17 @@ class BinaryCrossEntropy:
 
     def root_size(self, output_shape: tuple[int, ...]) -> int:
         return torch.Size(output_shape).numel()
+
+    @staticmethod
+    def _two_logits(outputs: Tensor) -> Tensor:
+        return torch.stack([torch.zeros_like(outputs), outputs], -1)
+
+    def divergence(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        divergence, _ = _of_logits(self._two_logits(outputs), self._two_logits(reference))
+        return divergence.reshape(len(outputs), -1).sum(1)
+
+    def change(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        return _of_logits(self._two_logits(outputs), self._two_logits(reference))[1][..., 1]
 
 
 @dataclass(frozen=True)
@@ -322,6 +372,13 @@ class AutogradLoss:
 
     def root_size(self, output_shape: tuple[int, ...]) -> int:
         return torch.Size(output_shape).numel()
+
+    def divergence(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        linear = (self.gradient(reference, targets) * (outputs - reference)).reshape(len(outputs), -1).sum(1)
+        return self.value(outputs, targets) - self.value(reference, targets) - linear
+
+    def change(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+        return self.gradient(outputs, targets) - self.gradient(reference, targets)
 
 
 NAMED: dict[str, OutputLoss] = {loss.name: loss for loss in (CrossEntropy(), SquaredError(), BinaryCrossEntropy())}

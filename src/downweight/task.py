@@ -40,6 +40,14 @@ class Coverage:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a trained task came from: parameters and buffers at θ⁰, and the recipe that led to θˢ."""
+
+    state: dict[str, Tensor] | None  # None where θ⁰ is not known
+    recipe: Any  # a Recipe, which is made downstream
+
+
 class _Caller(nn.Module):
     """The model behind one call signature, so that parameters can be swapped by name."""
 
@@ -104,6 +112,7 @@ class Task:
         self._caller = _Caller(self.model, forward)
         self._slots = _slots(self.model)
         self._override: dict[str, Tensor] = {}
+        self.origin: Origin | None = None
         self.names = _choose_parameters(self.model, parameters)
         chosen = dict(self.model.named_parameters())
         self._shapes = [chosen[name].shape for name in self.names]
@@ -186,6 +195,40 @@ class Task:
         }
         return task
 
+    def with_values(self, values: Mapping[str, Tensor]) -> "Task":
+        """The same task with some parameters and buffers, by name, at other values; the model is not touched."""
+        task = copy.copy(self)
+        live = self._values()
+        task._override = self._override | {name: value.detach().to(live[name]) for name, value in values.items()}
+        return task
+
+    def with_weights(self, weights: Float[Tensor, " N"]) -> "Task":
+        """The same task with other weights of its rows."""
+        task = copy.copy(self)
+        task.weights = _check_weights(weights, len(self.rows), self.device)
+        return task
+
+    def with_recipe(self, recipe: Any, initial: Mapping[str, Tensor] | None = None) -> "Task":
+        """The same task with the recipe that led to θˢ, for a model that was trained elsewhere.
+
+        initial: a state dict of the model at θ⁰; without one there is no cold start, and everything else.
+        """
+        task = copy.copy(self)
+        state = None if initial is None else self.with_state(initial)
+        task.origin = Origin(None if state is None else {**state.params, **state.buffers}, recipe)
+        return task
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all parameters and buffers at the task's own values, as `model.load_state_dict` takes them."""
+        values, slots = self._values(), dict(self._slots)
+        return {place: values[slots[place]].clone() for place in self.model.state_dict() if place in slots}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by name, detached."""
+        live = self._values()
+        return {name: live[name] for name, _ in self.model.named_buffers()}
+
     def restricted_to(self, names: Sequence[str]) -> "Task":
         """The same task with fewer covered parameters; the others become constants."""
         task = copy.copy(self)
@@ -253,13 +296,15 @@ class Task:
         return Linearization(lambda swapped: self.forward(swapped, inputs), params, cotangent)
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self, *, learning: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Eval mode, full precision and differentiable kernels; everything as before afterwards.
+
+        The modules in `learning` are in train mode instead.
 
         TF32, autocast, fused attention and cuDNN's recurrent kernels are off inside: the first two
         lose digits that ε = 1/N needs, the others cannot be differentiated twice.
         """
-        training = [module for module in self.model.modules() if module.training]
+        modes = [(module, module.training) for module in self.model.modules()]
         recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
         fastpath = torch.backends.mha.get_fastpath_enabled()
         with contextlib.ExitStack() as stack:
@@ -270,9 +315,9 @@ class Task:
             stack.enter_context(_exact_kernels(recurrent))
             stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
             torch.backends.mha.set_fastpath_enabled(False)
-            for module in training:
-                stack.callback(setattr, module, "training", True)
-                module.training = False
+            for module, mode in modes:
+                stack.callback(setattr, module, "training", mode)
+                module.training = any(module is one for one in learning)
             yield
 
     @property
@@ -341,6 +386,14 @@ class Task:
         """∂L/∂y of every row, times its weight, float64."""
         gradient = self.loss_scale * self.loss.gradient(outputs.double(), targets)
         return gradient if weights is None else gradient * _column(weights, gradient, 0)
+
+    def output_change(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Shaped[Tensor, "B *out"]:
+        """∂L/∂y − ∂L/∂y at the reference, of every row, float64, in full precision however near the two are."""
+        return self.loss_scale * self.loss.change(outputs.double(), reference.double(), targets)
+
+    def divergences(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Float[Tensor, " B"]:
+        """The Bregman divergence of the loss, of every row, float64."""
+        return self.loss_scale * self.loss.divergence(outputs.double(), reference.double(), targets)
 
     def output_product(
         self, outputs: Tensor, targets: Tensor, vectors: Tensor, weights: Tensor | None = None

@@ -204,7 +204,7 @@ class DualState:
             "kernel": self.kernel.formed.describe(),
         }
 
-    def _inverse(self, wanted: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+    def inverse(self, wanted: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
         """(K + μN I)⁻¹ b, by two triangular solves: cholesky_solve would copy the factor."""
         half = torch.linalg.solve_triangular(self.factor, wanted, upper=False)
         return torch.linalg.solve_triangular(self.factor.T, half, upper=True)
@@ -218,14 +218,14 @@ class DualState:
         for start in range(0, seen.shape[1], self.work):
             part = slice(start, start + self.work)
             wanted, sizes = seen[:, part], squared_norms[part].sqrt()
-            y, rounds = self._inverse(wanted), 0
+            y, rounds = self.inverse(wanted), 0
             while True:
                 missing = torch.addmm(wanted, self.gram, y, alpha=-1).sub_(y, alpha=self._scale)
                 squared = (missing * (self.gram @ missing)).sum(0).clamp_min_(0)
                 left = squared.sqrt() / (self._scale * torch.where(sizes > 0, sizes, 1.0))
                 if rounds == _REFINEMENTS or bool((left <= self.rtol).all()):
                     break
-                y += self._inverse(missing)
+                y += self.inverse(missing)
                 rounds += 1
             dual[:, part], residual[part] = y, left
         return dual, residual
@@ -259,19 +259,25 @@ class DualState:
         return Solution(kept, best, steps, results, {**self.stats, "matvecs": matvecs})
 
     def _apply(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
-        task = self.curvature.task
-        seen = [
+        return self.combine(vectors, self.inverse(self.seen(vectors).T).T)
+
+    def seen(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K m"]:
+        """B v: what the outputs' roots see of each vector, row by row of the training set."""
+        parts = [
             torch.einsum("kbo,rbo->kbr", at.push(vectors).flatten(2).double(), root).flatten(1)
             for at, root in self._linearized()
         ]
-        dual = self._inverse(torch.cat(seen, 1).T).T
+        return torch.cat(parts, 1)
+
+    def combine(self, vectors: Float[Tensor, "K d"], dual: Float[Tensor, "K m"]) -> Float[Tensor, "K d"]:
+        """(v − Bᵀ y) / μ, the primal solution of a dual one."""
         pulled, start = torch.zeros_like(vectors), 0
         for at, root in self._linearized():
             count = root.shape[1] * root.shape[0]
             part = dual[:, start : start + count].unflatten(1, (root.shape[1], root.shape[0]))
             start += count
             cotangents = torch.einsum("kbr,rbo->kbo", part, root)
-            pulled += at.pull(cotangents.unflatten(2, task.output_shape))
+            pulled += at.pull(cotangents.unflatten(2, self.curvature.task.output_shape))
         return (vectors - pulled).div_(self.shift)
 
     def _linearized(self) -> Iterator[tuple]:
