@@ -37,6 +37,14 @@ ROOMS = [
     "scores",
     "influence",
     "baselines",
+    "objectives",
+    "recipe",
+    "stack",
+    "train",
+    "proximal",
+    "respond",
+    "report",
+    "decompose",
     "datasets",
     "doctor",
     "demo",
@@ -104,11 +112,13 @@ def test_no_cycles_within_a_folder():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_import_inside_a_function_to_dodge_a_cycle(module):
-    """Other packages may be imported late, because they are heavy; our own only by the command line, for its start."""
+    """Heavy packages may be imported late, and so may the report, which brings them; others of our own only by the
+    command line, for its start."""
     if room(module + ".") == "cli":
         return
     functions = [node for node in ast.walk(MODULES[module]) if isinstance(node, ast.FunctionDef)]
-    assert [name for function in functions for name in imports(function)] == []
+    late = {name for function in functions for name in imports(function)}
+    assert {name for name in late if room(name + ".") != "report"} == set()
 
 
 def test_no_room_without_a_name():

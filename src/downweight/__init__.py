@@ -6,6 +6,7 @@ from downweight.curvature.gauss_newton import GaussNewtonMatrix
 from downweight.curvature.hessian import HessianMatrix
 from downweight.curvature.lanczos import Spectrum, lanczos
 from downweight.curvature.operator import Damped, Operator
+from downweight.decompose import Decomposition, decompose
 from downweight.errors import (
     DamagedResult,
     DownweightError,
@@ -23,6 +24,18 @@ from downweight.errors import (
 from downweight.influence import influence, parameter_shift, self_influence
 from downweight.losses import Loss
 from downweight.measurements import Measurement
+from downweight.objectives import (
+    ColdStart,
+    GaussNewton,
+    LinearizedProximalBregman,
+    Objective,
+    Proximal,
+    ProximalBregman,
+    TwoStage,
+    WarmStart,
+)
+from downweight.recipe import Recipe
+from downweight.respond import Response, respond
 from downweight.scores import Scores
 from downweight.solve import solve
 from downweight.solvers.auto import Auto
@@ -33,6 +46,7 @@ from downweight.solvers.lissa import LiSSA
 from downweight.solvers.minres import MINRES
 from downweight.solvers.solver import Result, Solution, Solver
 from downweight.task import Coverage, Task
+from downweight.train import train
 from downweight.version import __version__
 
 __all__ = [
@@ -40,27 +54,36 @@ __all__ = [
     "MINRES",
     "Auto",
     "Cholesky",
+    "ColdStart",
     "Coverage",
     "DamagedResult",
     "Damped",
+    "Decomposition",
     "Dense",
     "DownweightError",
     "DownweightWarning",
     "Dual",
     "ForeignResult",
+    "GaussNewton",
     "GaussNewtonMatrix",
     "HessianMatrix",
     "IndefiniteSystem",
     "InvalidInput",
     "InvalidType",
     "LiSSA",
+    "LinearizedProximalBregman",
     "Loss",
     "Measurement",
     "MemoryLimit",
     "MissingDependency",
     "NonFinite",
     "NotConverged",
+    "Objective",
     "Operator",
+    "Proximal",
+    "ProximalBregman",
+    "Recipe",
+    "Response",
     "Result",
     "Scores",
     "SingularSystem",
@@ -68,14 +91,19 @@ __all__ = [
     "Solver",
     "Spectrum",
     "Task",
+    "TwoStage",
+    "WarmStart",
     "__version__",
+    "decompose",
     "grad_cos",
     "grad_dot",
     "influence",
     "lanczos",
     "parameter_shift",
     "representer_points",
+    "respond",
     "self_influence",
     "solve",
     "tracin",
+    "train",
 ]

@@ -107,6 +107,64 @@ def influence(
 
 
 @app.command()
+def decompose(
+    task: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The function that returns the Task.")],
+    queries: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="The function that returns the queries, (inputs, targets)."),
+    ] = None,
+    remove: Annotated[int, typer.Option(min=1, help="How many removals to draw.")] = 20,
+    size: Annotated[float, typer.Option(help="Rows in each removal; below 1 a part of the training rows.")] = 1.0,
+    choose: Annotated[
+        Literal["random", "stratified"], typer.Option(help="How rows are drawn: evenly, or by rank of self-influence.")
+    ] = "random",
+    damping: Annotated[float, typer.Option(help="λ in A = C + λI, and of the proximity; absolute.")] = 1e-3,
+    batch_order: Annotated[
+        Literal["independent", "shared"], typer.Option(help="Whether each removal retrains in an order of its own.")
+    ] = "independent",
+    seed: Annotated[int, typer.Option(help="Draws the removals.")] = 0,
+    report: Annotated[Path | None, typer.Option(help="The page to write, such as page.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder for the result, which Decomposition.load reads.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A folder that a stopped run goes on from, with the same result.")
+    ] = None,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Bars on a terminal.")] = True,
+) -> None:
+    """Split the way from retraining to influence into its five gaps, and say which question influence answers.
+
+    Retraining needs a task that knows its recipe: one that dw.train returned, or task.with_recipe.
+    """
+    with _told_plainly():
+        if out is not None and out.exists():
+            _fail(f"--out {out} exists; it is left alone. Choose another name, or delete it first.")
+        problem = _call(task)
+        if not isinstance(problem, dw.Task):
+            _fail(f"{task} returned {type(problem).__name__}; expected a downweight.Task.")
+        result = dw.decompose(
+            problem,
+            remove,
+            queries=None if queries is None else _call(queries),
+            size=size if size < 1 else int(size),
+            choose=choose,
+            damping=damping,
+            batch_order=batch_order,
+            seed=seed,
+            checkpoint=checkpoint,
+            progress=None if progress else False,
+        )
+        if out is not None:
+            result.save(out)
+        for frame in (result.table(), result.correlations()):
+            if len(frame):
+                typer.echo(frame.to_string(index=False, float_format="{:.4g}".format) + "\n")
+        typer.echo(result.verdict())
+        if report is not None:
+            typer.echo(f"Open {result.report(report)}")
+        if out is not None:
+            typer.echo(f"Written to {out}")
+
+
+@app.command()
 def doctor() -> None:
     """Show what this machine has, and what would be slow and why."""
     from rich.console import Console

@@ -256,7 +256,7 @@ class Task:
         self._check_targets(rows, what)
         return rows
 
-    def weights_of(self, index: Int[Tensor, " B"]) -> Tensor | None:
+    def weights_of(self, index: Int[Tensor, " *B"]) -> Tensor | None:
         return None if self.weights is None else self.weights[index.to(self.device)]
 
     def mean(self, index: Int[Tensor, " n"], size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
