@@ -19,6 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROOMS = [
     "errors",
     "version",
+    "settings",
+    "identity",
     "shapes",
     "memory",
     "progress",

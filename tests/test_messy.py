@@ -5,7 +5,9 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -591,3 +593,97 @@ def test_huge_logits():
         made.model[2].weight.mul_(1e4)
     scores = dw.influence(made.task(), queries=made.queries, damping=1e-3)
     assert scores.values.isfinite().all()
+
+
+# settings of other kinds
+
+
+class OwnLoss:
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets[:, None]).square().sum(1)
+
+
+WRONG = {
+    "loss class": lambda made, task: dw.Task(made.model, OwnLoss, made.train),
+    "l2 of two": lambda made, task: made.task(l2=torch.ones(2)),
+    "weights in a word": lambda made, task: made.task(weights="balanced"),
+    "row_ids in a number": lambda made, task: made.task(row_ids=5),
+    "row_ids in a word": lambda made, task: made.task(row_ids="0123456789"),
+    "row_ids NaN": lambda made, task: made.task(row_ids=[math.nan, *range(9)]),
+    "row_ids objects": lambda made, task: made.task(row_ids=[object(), *range(9)]),
+    "damping of two": lambda made, task: dw.influence(task, made.queries, damping=torch.ones(2)),
+    "curvature in a list": lambda made, task: dw.influence(task, made.queries, curvature=["hessian"]),
+    "memory_limit": lambda made, task: dw.influence(task, made.queries, memory_limit="1.2.3"),
+    "memory_limit point": lambda made, task: dw.influence(task, made.queries, memory_limit=".GB"),
+    "parameters in a word": lambda made, task: task.with_parameters("x"),
+    "expect a model": lambda made, task: dw.Scores.load(made.saved, expect=made.model),
+    "CG rtol": lambda made, task: dw.CG(rtol="x"),
+    "MINRES rtol": lambda made, task: dw.MINRES(rtol=[1e-3]),
+    "LiSSA scale": lambda made, task: dw.LiSSA(scale="a"),
+    "LiSSA seed": lambda made, task: dw.LiSSA(seed="x"),
+    "rate in a word": lambda made, task: dw.tracin(task, made.queries, checkpoints=[task.flat], learning_rates="a"),
+    "rate None": lambda made, task: dw.tracin(task, made.queries, checkpoints=[task.flat], learning_rates=None),
+    "one checkpoint bare": lambda made, task: dw.tracin(task, made.queries, checkpoints=task.flat, learning_rates=0.1),
+    "checkpoints a state": lambda made, task: dw.tracin(
+        task, made.queries, checkpoints=task.state_dict(), learning_rates=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_settings_of_the_wrong_kind(made, call, tmp_path):
+    """Each is refused by a sentence that names it."""
+    task = made.task()
+    dw.influence(task, made.queries, damping=0.1).save(tmp_path / "saved")
+    object.__setattr__(made, "saved", tmp_path / "saved")
+    with untouched(made.model), refused(ValueError, TypeError):
+        call(made, task)
+
+
+def test_numbers_of_other_libraries(made):
+    """numpy's and torch's numbers are numbers."""
+    plain = dw.influence(made.task(l2=0.5), made.queries, damping=0.25, solver=dw.CG(rtol=0.125, max_steps=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = dw.influence(
+            made.task(l2=np.float32(0.5)),
+            made.queries,
+            damping=torch.tensor(0.25),
+            solver=dw.CG(rtol=np.float32(0.125)),
+        )
+    assert torch.equal(plain.values, other.values)
+    assert plain.top(k=np.int64(2)) == plain.top(k=2)
+    task = made.task()
+    one, two = task.flat, task.flat + 0.1
+    expected = dw.tracin(task, made.queries, checkpoints=[one, two], learning_rates=[0.5, 0.5]).values
+    for checkpoints, rates in (
+        (torch.stack([one, two]), 0.5),
+        ([one, two], np.float32(0.5)),
+        ((one, two), torch.full((2,), 0.5)),
+        ([one, two], np.array([0.5, 0.5])),
+        ([one, two], torch.tensor(0.5)),
+    ):
+        found = dw.tracin(task, made.queries, checkpoints=checkpoints, learning_rates=rates).values
+        assert torch.equal(found, expected)
+
+
+def test_a_checkpoint_that_diverged(made):
+    state = {name: value.clone() for name, value in made.model.state_dict().items()}
+    state["2.weight"][0, 0] = math.nan
+    with untouched(made.model), refused(ValueError, match=r"2\.weight of the state dict has NaN"):
+        dw.tracin(made.task(), made.queries, checkpoints=[state], learning_rates=0.1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_a_convex_loss_in_float32_code(made, scale):
+    """Its rounding makes eigenvalues of -1e-8; that is not a loss that bends down. Confident outputs included."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scale * outputs.float(), targets, reduction="none")
+
+    def exact(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scale * outputs, targets, reduction="none")
+
+    own = dw.influence(dw.Task(made.model, loss, made.train), made.queries, damping=0.1)
+    named = dw.influence(dw.Task(made.model, exact, made.train), made.queries, damping=0.1)
+    torch.testing.assert_close(own.values, named.values, rtol=1e-3, atol=1e-5 * named.values.abs().max().item())

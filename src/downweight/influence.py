@@ -1,7 +1,6 @@
 """Influence: scores, self-influence and parameter shifts, for single rows and for groups."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from downweight.measurements import Measurement, as_measurement, of_measurement
 from downweight.memory import gibibytes, parse_bytes
 from downweight.progress import reporting, track
 from downweight.scores import Scores, jsonable
+from downweight.settings import number
 from downweight.shapes import Float
 from downweight.solve import as_solver
 from downweight.solvers.auto import Auto
@@ -152,7 +152,7 @@ def parameter_shift(
         warn_of_mode(task)
         check_indefinite(indefinite)
         groups = check_removals(as_groups(remove, "remove"), len(task))
-        step = 1 / len(task) if epsilon is None else _finite(epsilon, "epsilon")
+        step = 1 / len(task) if epsilon is None else number(epsilon, "epsilon")
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups))
         solution = system.solve(training(task, groups))
         system.warn_unless_converged(solution.result, solution.residual)
@@ -182,9 +182,9 @@ class System:
         memory_limit: int | str | None,
         systems: int,
     ) -> "System":
-        if curvature not in CURVATURES:
+        if not isinstance(curvature, str) or curvature not in CURVATURES:
             raise InvalidInput(f"curvature is {curvature!r}; expected one of {', '.join(map(repr, CURVATURES))}.")
-        damping = _finite(damping, "damping")
+        damping = number(damping, "damping")
         if damping < 0:
             raise InvalidInput(
                 f"damping is {damping:g}; expected a number >= 0, the absolute λ added to every "
@@ -376,15 +376,6 @@ def warn_of_mode(task: Task) -> None:
             "The model is in train mode and has dropout or batch-norm layers; it is evaluated in "
             "eval mode and put back afterwards. Call model.eval() to make this explicit."
         )
-
-
-def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number | Tensor):
-        raise InvalidType(f"{name} is {value!r}; expected a number.")
-    number = float(value)
-    if not math.isfinite(number):
-        raise InvalidInput(f"{name} is {number}; expected a finite number.")
-    return number
 
 
 def _converged(results: Sequence[Result]) -> Tensor:

@@ -356,9 +356,14 @@ class AutogradLoss:
         return self.product(outputs, targets, vectors).reshape(size, rows, size).movedim(1, 0)
 
     def root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(self.hessian(outputs, targets))
-        # An eigenvalue of a convex loss may come out at minus rounding.
-        floor = -1e-9 * values.abs().amax(-1, keepdim=True).clamp_min(1e-300)
+        hessian = self.hessian(outputs, targets)
+        values, vectors = torch.linalg.eigh(hessian)
+        # An eigenvalue of a convex loss may come out at minus rounding: of float64 on its own row's scale; where the
+        # loss works in float32 (every entry is one) on that of p - 1 and the like, of which the largest row tells.
+        if torch.equal(hessian, hessian.float().double()):
+            floor = -1e-6 * values.abs().amax().clamp_min(1e-300)
+        else:
+            floor = -1e-9 * values.abs().amax(-1, keepdim=True).clamp_min(1e-300)
         if bool((values < floor).any()):
             row = int((values < floor).any(1).nonzero()[0])
             raise InvalidInput(
@@ -393,6 +398,8 @@ def as_loss(loss: str | Loss | Callable[[Tensor, Tensor], Tensor]) -> OutputLoss
                 "your own (an object with value(outputs, targets) -> one loss a row)."
             )
         return NAMED[loss]
+    if isinstance(loss, type):
+        raise InvalidType(f"loss is the class {loss.__name__}; expected an instance of it, such as {loss.__name__}().")
     if isinstance(loss, torch.nn.Module):
         raise InvalidType(
             f"loss is the module {type(loss).__name__}, which usually averages over rows. Pass a "

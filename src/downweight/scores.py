@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from downweight.errors import DamagedResult, ForeignResult, InvalidInput
+from downweight.errors import DamagedResult, ForeignResult, InvalidInput, InvalidType
+from downweight.settings import whole
 from downweight.shapes import Bool, Float
 from downweight.store import read_folder, write_folder
 from downweight.task import Coverage, Task
@@ -99,8 +100,7 @@ class Scores:
                 f"Whether more of {self.measurement} is better was never said, so nothing can be "
                 "called helpful. Measure with dw.Measurement(name, function, higher_is_better=…)."
             )
-        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-            raise InvalidInput(f"k is {k!r}; expected a whole number >= 0.")
+        k = whole(k, "k", 0)
         count = len(self.values)
         if isinstance(query, bool) or not hasattr(query, "__index__") or not -count <= query < count:
             raise InvalidInput(f"query is {query!r}; the queries are 0 to {count - 1}.")

@@ -5,11 +5,14 @@ import copy
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,6 +23,7 @@ from downweight.errors import InvalidInput, InvalidType, NonFinite
 from downweight.linearization import Linearization
 from downweight.losses import Loss, as_loss
 from downweight.rows import Inputs, Rows, TensorRows, as_rows, chunks, map_tensors, tensors_of
+from downweight.settings import nonnegative
 from downweight.shapes import Float, Int, Shaped
 
 
@@ -80,6 +84,7 @@ class Task:
         `loss_scale`.
     train: (inputs, targets), inputs a tensor, a dict or a tuple of tensors; or a map-style dataset.
     parameters: names to restrict the analysis to; every other parameter counts as a constant.
+    row_ids: names of the rows in results: texts, finite numbers, or tuples of these.
     forward: callable(model, inputs) -> outputs, where calling the model is not enough.
     """
 
@@ -102,8 +107,8 @@ class Task:
         # A compiled module has no double backward; its original computes the same.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.loss = as_loss(loss)
-        self.l2 = _nonnegative(l2, "l2")
-        self.loss_scale = _nonnegative(loss_scale, "loss_scale")
+        self.l2 = nonnegative(l2, "l2")
+        self.loss_scale = nonnegative(loss_scale, "loss_scale")
         if self.loss_scale == 0:
             raise InvalidInput("loss_scale is 0; expected a positive number.")
         if forward is not None and not callable(forward):
@@ -121,9 +126,7 @@ class Task:
         _check_parameters(chosen, self.dtype, self.device)
         self.rows = self.read_rows(train, "train")
         self.weights = _check_weights(weights, len(self.rows), self.device)
-        self.row_ids = None if row_ids is None else list(row_ids)
-        if self.row_ids is not None and len(self.row_ids) != len(self.rows):
-            raise InvalidInput(f"row_ids has {len(self.row_ids)} entries for {len(self.rows)} training rows.")
+        self.row_ids = _check_row_ids(row_ids, len(self.rows))
         self.output_shape = self._probe()
         self._check_targets(self.rows, "train")
 
@@ -161,7 +164,7 @@ class Task:
 
     def with_parameters(self, flat: Shaped[Tensor, " d"]) -> "Task":
         """The same task at other parameters; the model is not touched."""
-        flat = torch.as_tensor(flat)
+        flat = _as_tensor(flat, "with_parameters got", f"({self.size},)")
         if flat.shape != (self.size,):
             raise InvalidInput(
                 f"with_parameters got a tensor of shape {tuple(flat.shape)}; expected "
@@ -529,24 +532,43 @@ def _column(weights: Tensor, like: Tensor, position: int) -> Tensor:
     return weights.to(like.dtype).reshape(shape)
 
 
-def _nonnegative(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        raise InvalidType(f"{name} is a {type(value).__name__}; expected a number >= 0.")
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise InvalidInput(f"{name} is {number:g}; expected a finite number >= 0.")
-    return number
-
-
 def _check_weights(weights: Any, count: int, device: torch.device) -> Tensor | None:
     if weights is None:
         return None
-    weights = torch.as_tensor(weights).detach().to(device, torch.float64)
+    weights = _as_tensor(weights, "weights is", f"({count},)").detach().to(device, torch.float64)
     if weights.shape != (count,):
         raise InvalidInput(f"weights have shape {tuple(weights.shape)}; expected one a training row, ({count},).")
     if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
         raise InvalidInput("weights must be finite and >= 0; a negative weight is no cost.")
     return weights
+
+
+def _as_tensor(value: Any, got: str, shape: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidType(f"{got} {value!r}; expected numbers in a tensor of shape {shape}.") from error
+
+
+def _check_row_ids(row_ids: Any, count: int) -> list[Any] | None:
+    if row_ids is None:
+        return None
+    if isinstance(row_ids, str | bytes) or not isinstance(row_ids, Iterable):
+        raise InvalidType(f"row_ids is {row_ids!r}; expected a list of {count} texts, numbers or tuples of these.")
+    ids = [_row_id(entry) for entry in row_ids]
+    if len(ids) != count:
+        raise InvalidInput(f"row_ids has {len(ids)} entries for {count} training rows.")
+    return ids
+
+
+def _row_id(entry: Any) -> Any:
+    """An id as a file can hold it: a text, a finite number, or a tuple of these."""
+    if isinstance(entry, tuple):
+        return tuple(_row_id(part) for part in entry)
+    plain = entry.item() if isinstance(entry, Tensor | np.generic) and math.prod(entry.shape) == 1 else entry
+    if isinstance(plain, str | int) or (isinstance(plain, float) and math.isfinite(plain)):
+        return plain
+    raise InvalidInput(f"row_ids has the entry {entry!r}; expected texts, finite numbers, or tuples of these.")
 
 
 def _choose_parameters(model: nn.Module, chosen: Sequence[str] | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from downweight.curvature.lanczos import Spectrum, lanczos
 from downweight.curvature.operator import Damped, Operator
 from downweight.errors import IndefiniteSystem, InvalidInput, NonFinite
 from downweight.memory import Budget
+from downweight.settings import number
 from downweight.shapes import Bool, Float, Int
 
 Indefinite = Literal["raise", "allow"]
@@ -91,7 +92,7 @@ def check_indefinite(indefinite: str) -> None:
 
 
 def check_rtol(rtol: float | None) -> None:
-    if rtol is not None and not 0 < rtol < 1:
+    if rtol is not None and not 0 < number(rtol, "rtol") < 1:
         raise InvalidInput(f"rtol is the relative residual to reach, between 0 and 1; got {rtol!r}.")
 
 
