@@ -595,6 +595,20 @@ def test_huge_logits():
     assert scores.values.isfinite().all()
 
 
+def test_rows_and_groups_in_one_list(made):
+    """One group among single rows makes each of them a group; no member is lost."""
+    scores = dw.influence(made.task(), queries=made.queries, damping=0.1, rows=[3, [5, 9]])
+    groups = dw.influence(made.task(), queries=made.queries, damping=0.1, rows=[[3], [5, 9]])
+    assert scores.removals == ((3,), (5, 9))
+    assert torch.equal(scores.values, groups.values)
+
+
+def test_rows_from_a_generator(made):
+    """Looked through once to see what they are, and once to use them."""
+    scores = dw.influence(made.task(), queries=made.queries, damping=0.1, rows=(row for row in (3, 5)))
+    assert scores.removals == (3, 5)
+
+
 # settings of other kinds
 
 

@@ -326,7 +326,8 @@ def choose_removals(
     if rows is None:
         labels = range(len(task)) if ids is None else ids
         return training(task), tuple(labels), "rows"
-    if _is_groups(rows):
+    rows = list(rows) if isinstance(rows, Iterator) else rows
+    if _is_groups(rows):  # one group among single rows makes each of them a group
         groups = check_removals(as_groups(rows, "rows"), len(task))
         labels = [tuple(row if ids is None else ids[row] for row in group) for group in groups]
         return training(task, groups), tuple(labels), "groups"
@@ -341,14 +342,9 @@ def choose_removals(
 def _is_groups(rows: Any) -> bool:
     if isinstance(rows, Tensor | np.ndarray):
         return rows.ndim == 2
-    try:
-        entries = list(rows)
-    except TypeError:
-        return False
-    return bool(entries) and all(
-        isinstance(entry, Sequence | set | Tensor | np.ndarray)
-        and not (isinstance(entry, Tensor | np.ndarray) and entry.ndim == 0)
-        for entry in entries
+    return isinstance(rows, Iterable) and any(
+        isinstance(entry, Sequence | set) or (isinstance(entry, Tensor | np.ndarray) and entry.ndim > 0)
+        for entry in rows
     )
 
 
