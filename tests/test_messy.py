@@ -609,6 +609,88 @@ def test_rows_from_a_generator(made):
     assert scores.removals == (3, 5)
 
 
+def halves(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * ((outputs - targets) ** 2).sum(-1)
+
+
+MIXING = {
+    "sum of a broadcast": halves,  # (20, 1) - (20,) is (20, 20)
+    "mean of a broadcast": lambda outputs, targets: ((outputs - targets) ** 2).mean(-1),
+    "centred": lambda outputs, targets: (outputs - outputs.mean(0)).squeeze(-1).square(),
+}
+
+
+@pytest.mark.parametrize("function", MIXING.values(), ids=MIXING)
+@pytest.mark.parametrize("where", ["loss", "measurement", "loss of queries"])
+def test_functions_in_which_rows_see_each_other(function, where):
+    """Outputs (20, 1) and targets (20,) broadcast to every pair: never a score, whatever shape comes out."""
+    inputs, targets = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(20.0) ** 2
+    model = nn.Linear(4, 1).double()
+    own = function if where != "measurement" else "squared_error"
+    train = (inputs, targets[:, None] if where == "loss of queries" else targets)
+    measurement = function if where == "measurement" else "loss"
+    with untouched(model), refused(ValueError, match="one number a row|enter each other"):
+        task = dw.Task(model, own, train)
+        dw.influence(task, queries=(inputs, targets), damping=0.1, measurement=measurement)
+
+
+def test_a_loss_for_a_model_with_one_number_a_row():
+    """The model returns (B,), the loss gets (B, 1): the natural loss is told so, and how to write it."""
+
+    class Flat(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).squeeze(-1)
+
+    model, inputs = Flat(4, 1).double(), torch.eye(4).double()
+    targets = torch.tensor([0.5, 1.0, -1.0, 2.0]).double()
+    with refused(ValueError, match=r"\(B, 1\) where the model returns \(B,\).*squeeze\(-1\)"):
+        dw.Task(model, lambda outputs, targets: 0.5 * (outputs - targets) ** 2, (inputs, targets))
+    task = dw.Task(model, lambda outputs, targets: 0.5 * (outputs.squeeze(-1) - targets) ** 2, (inputs, targets))
+    named = dw.Task(model, "squared_error", (inputs, targets))
+    torch.testing.assert_close(dw.self_influence(task, damping=0.1), dw.self_influence(named, damping=0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_every_class_in_every_integer_type(dtype):
+    """In uint8 the number of ignored positions, -100, is class 156: it counts like any other."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        made = classification(nn.Linear(3, 160), (3,), 160, rows=4)
+    labels = torch.tensor([156, 3, 100, 7]) if dtype != torch.int8 else torch.tensor([-100, 3, 100, 7])
+    scores = {}
+    for kind in (torch.long, dtype):
+        task = dw.Task(made.model.double(), "cross_entropy", (made.train[0], labels.to(kind)))
+        scores[kind] = dw.influence(task, queries=(made.train[0], labels.to(kind)), damping=0.1).values
+        scores[kind, "losses"] = task.row_losses()
+    assert torch.equal(scores[dtype], scores[torch.long])
+    assert torch.equal(scores[dtype, "losses"], scores[torch.long, "losses"])
+
+
+@pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda outputs, targets: -outputs.log().sum(1), "loss"),  # NaN below 0, and the derivative is finite
+        (lambda outputs, targets: outputs.abs().sqrt().sum(1), "derivative"),
+        (lambda outputs, targets: outputs.abs().pow(1.5).sum(1), "second derivative"),
+    ],
+    ids=["value", "gradient", "Hessian"],
+)
+def test_a_loss_that_is_not_finite_on_one_row(loss, what, curvature):
+    """Named with its row, before it is averaged into every score."""
+
+    class Shifts(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input + 0 * super().forward(input)
+
+    inputs = torch.linspace(1, 2, 14).double().reshape(7, 2)
+    inputs[5, 1] = -1.0 if what == "loss" else 0.0
+    model = Shifts(2, 2).double()
+    task = dw.Task(model, loss, (inputs, torch.zeros(7)))
+    with untouched(model), refused(ValueError, match=rf"(?i){what}.* NaN or infinite for row 5"):
+        dw.influence(task, queries=(inputs[:2], torch.zeros(2)), damping=0.1, curvature=curvature)
+
+
 # settings of other kinds
 
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from downweight.errors import InvalidInput, InvalidType, NonFinite
 from downweight.linearization import Linearization
-from downweight.losses import Loss, as_loss
+from downweight.losses import Loss, as_loss, check_row_by_row, require_finite
 from downweight.rows import Inputs, Rows, TensorRows, as_rows, chunks, map_tensors, tensors_of
 from downweight.settings import nonnegative
 from downweight.shapes import Float, Int, Shaped
@@ -504,15 +504,14 @@ class Task:
             self.loss.check(outputs, rows.targets, what)
 
     def check_chunk(self, rows: Rows, outputs: Tensor, targets: Tensor, index: Tensor, what: str) -> None:
-        """Refuse non-finite outputs, naming the row; check the targets of streamed rows."""
-        finite = outputs.isfinite().reshape(len(outputs), -1).all(1)
-        if not bool(finite.all()):
-            row = int(index[int((~finite).nonzero()[0])])
-            raise NonFinite(
-                f"The model's outputs for row {row} of {what} are NaN or infinite. Check that row, and the parameters."
-            )
+        """Refuse outputs and losses that are not finite, naming the row, and what only real outputs can show."""
+        require_finite(outputs, f"The model's outputs for {what}", index)
         if not isinstance(rows, TensorRows):
             self.loss.check(outputs, targets, what)
+        if not self.loss.convex:  # a user's own
+            check_row_by_row(self.losses, outputs, targets, f"{what}: the loss {self.loss.name}")
+            with torch.no_grad():
+                require_finite(self.losses(outputs, targets), f"The loss {self.loss.name} for {what}", index)
 
 
 def _slots(model: nn.Module) -> list[tuple[str, str]]:
