@@ -691,6 +691,173 @@ def test_a_loss_that_is_not_finite_on_one_row(loss, what, curvature):
         dw.influence(task, queries=(inputs[:2], torch.zeros(2)), damping=0.1, curvature=curvature)
 
 
+# the model
+
+
+class Counting(nn.Module):
+    """Writes to what it reads: a buffer that counts calls and a running mean, an embedding that caps its norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.ones(4))
+        self.calls: Tensor
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found = self.embedding(x)
+        self.mean.mul_(0.9)
+        return self.last(torch.tanh(found))
+
+
+@pytest.mark.parametrize("solver", ["dual", "cholesky", "cg"])
+def test_a_forward_that_writes_to_buffers_and_weights(solver):
+    """They are the user's: as before afterwards, and the scores are those of the model as torch evaluates it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = Counting().double()
+    inputs, targets = torch.arange(6).repeat(2), torch.arange(12) % 3
+    with untouched(model):
+        task = dw.Task(model, "cross_entropy", (inputs, targets))
+        scores = dw.influence(task, queries=(inputs, targets), damping=0.1, solver=solver)
+        task.outputs(inputs)
+    capped = copy.deepcopy(model)
+    capped(inputs)  # once: from here on nothing exceeds the norm
+    capped.embedding.max_norm = None
+    truth = Case(capped, "cross_entropy", (inputs, targets), (inputs, targets), (inputs, targets)).oracle()
+    torch.testing.assert_close(
+        scores.values, truth.scores((inputs, targets), "gauss_newton", 0.1), rtol=1e-8, atol=1e-12
+    )
+
+
+def test_a_weight_that_forward_overwrites():
+    """A clamp inside forward, through .data: also done to a copy."""
+
+    class Clamps(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(input)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = classification(Clamps(4, 3).double(), (4,), 3)
+    with untouched(made.model):
+        dw.influence(made.task(), queries=made.queries, damping=0.1)
+
+
+def embedded(**settings) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(6, 4, **settings), nn.Flatten(), nn.Linear(4, 3)).double()
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = embedded(sparse=True)
+    with untouched(model), refused(ValueError, match="Layer 0 has sparse"):
+        dw.Task(model, "cross_entropy", (torch.arange(6), torch.arange(6) % 3))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_activation_checkpoints_are_refused(reentrant, first):
+    """They recompute parts of the network during backward, or detach them with a warning: refused, with the way out."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp(4, 5, 5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if first else self.layers[:2](x)
+            x = checkpoint(self.layers[:2] if first else self.layers[2:4], x, use_reentrant=reentrant)
+            return self.layers[2 if first else 4 :](x)  # pyright: ignore[reportArgumentType]
+
+    made = classification(Checkpointed().double(), (4,), 3)
+    with untouched(made.model), refused(ValueError, match="checkpointing off"):
+        made.task()
+
+
+def test_a_part_that_is_compiled_is_run_as_written(recwarn):
+    """No compilation, and none for every new batch size: what torch.compile wraps is called itself."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = classification(mlp(4, 5, 3).double(), (4,), 3)
+    expected = dw.influence(made.task(), queries=made.queries, damping=0.1).values
+    first: Any = torch.compile(made.model[0], backend=backend)
+    model = nn.Sequential(first, *made.model[1:])
+    scores = dw.influence(dw.Task(model, "cross_entropy", made.train), queries=made.queries, damping=0.1)
+    torch.testing.assert_close(scores.values, expected, rtol=1e-10, atol=0)
+    assert not compiled
+
+
+def test_a_model_converted_after_the_task(made):
+    task = made.task()
+    made.model.float()
+    with untouched(made.model), refused(TypeError, match="float32.*was torch.float64.*Make the Task after"):
+        dw.influence(task, queries=made.queries, damping=0.1)
+
+
+def test_a_model_that_squeezes_a_single_row(made):
+    model = made.model
+    for forward in (lambda model, x: model(x).squeeze(), lambda model, x: model(x)[:, 0].squeeze()):
+        with untouched(model), refused(ValueError, match=r"squeeze\(-1\)"):
+            made.task(forward=forward)
+
+
+def as_dict(x: Tensor) -> dict[str, Tensor]:
+    return {"input": x}
+
+
+UNFIT = {
+    "wide": lambda x: torch.cat([x, x], 1),
+    "integers": lambda x: x.long(),
+    "dict": as_dict,
+    "tuple": lambda x: (x, x),
+}
+
+
+@pytest.mark.parametrize("change", UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize("where", ["train", "queries", "candidates"])
+def test_inputs_that_do_not_fit_the_model(made, change, where):
+    parts = {"train": made.train, "queries": made.queries, "candidates": made.candidates}
+    parts[where] = (change(parts[where][0]), parts[where][1])
+    if where == "train" and change is as_dict:
+        parts[where] = ({"nothing": made.train[0]}, made.train[1])
+    with untouched(made.model), refused(ValueError, match=where):
+        task = dw.Task(made.model, made.loss, parts["train"])
+        dw.influence(task, queries=parts["queries"], candidates=parts["candidates"], damping=0.1)
+
+
+def test_queries_with_other_names():
+    """A dict with other keys: refused by its names, not by what the model makes of them."""
+    made = CASES["dict_inputs"]()
+    inputs = {f"{name}_": value for name, value in made.queries[0].items()}
+    with untouched(made.model), refused(ValueError, match="queries.*_'.*training row"):
+        dw.influence(made.task(), queries=(inputs, made.queries[1]), damping=0.1)
+
+
+def test_a_ragged_dataset(made):
+    rows = [(torch.zeros(3 + index).double(), 0) for index in range(4)]
+
+    class Ragged(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int):
+            return rows[index]
+
+    with refused(ValueError, match="train.*one shape"):
+        dw.Task(made.model, made.loss, Ragged())
+
+
 # settings of other kinds
 
 

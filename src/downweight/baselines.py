@@ -160,8 +160,8 @@ def _families(
     """The two families and a function that describes values between them as Scores."""
     warn_of_mode(task)
     measured = as_measurement(task, measurement)
-    left = of_measurement(task, task.query_rows(queries), measured)
     right, removals, of = choose_removals(task, rows, candidates)
+    left = of_measurement(task, task.query_rows(queries), measured)
 
     def describe(method: str, values: Tensor, *notes: str) -> Scores:
         return Scores(

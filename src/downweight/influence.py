@@ -63,10 +63,9 @@ def influence(
     with reporting(progress):
         warn_of_mode(task)
         check_indefinite(indefinite)
-        asked = task.query_rows(queries)
         measured = as_measurement(task, measurement)
-        left = of_measurement(task, asked, measured)
         right, removals, of = choose_removals(task, rows, candidates)
+        left = of_measurement(task, task.query_rows(queries), measured)
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right)))
         estimate = system.memory_estimate(min(len(left), len(right)), max(len(left), len(right)))
         pairing = system.pair(left, right)
