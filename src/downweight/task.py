@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import hashlib
-import inspect
 import math
 import sys
 import warnings
@@ -20,6 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from downweight.errors import DownweightError, InvalidInput, InvalidType, NonFinite
+from downweight.identity import absorb, digest, outline
 from downweight.linearization import Linearization
 from downweight.losses import Loss, as_loss, check_row_by_row, require_finite
 from downweight.rows import Inputs, Rows, TensorRows, as_rows, chunks, map_tensors, tensors_of
@@ -440,32 +440,31 @@ class Task:
 
     # -- identity ---------------------------------------------------------------------------
 
-    @cached_property
-    def _data_fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
+        """What identifies the task: θˢ, the rest of the model, training inputs and targets, loss, l2, dtype, weights.
+
+        Made from what is there now: model and data are the user's, who may change them in place. "outputs", their
+        norms on the first rows, tells apart what a description of a model cannot (an activation that is an
+        attribute, a global variable); three digits, so that another device gives the same.
+        """
         inputs, targets = hashlib.sha256(), hashlib.sha256()
         for chunk in chunks(torch.arange(len(self)), 4096):
             part, target = self.rows.read(chunk)
             for _, tensor in tensors_of(part):
-                inputs.update(_bytes(tensor))
-            targets.update(_bytes(target))
-        return {"inputs": inputs.hexdigest(), "targets": targets.hexdigest()}
-
-    def fingerprint(self) -> dict[str, str]:
-        """What identifies the task: θˢ, training inputs and targets, loss, l2, dtype, weights."""
-        settings = [
-            self.loss.name,
-            _code(getattr(self.loss, "function", None)),
-            _code(self._forward),
-            repr(self.l2),
-            repr(self.loss_scale),
-            str(self.dtype),
-            repr(self.names),
-            "" if self.weights is None else hashlib.sha256(_bytes(self.weights)).hexdigest(),
-        ]
+                absorb(inputs, tensor)
+            absorb(targets, target)
+        values = self._values()
+        first, _ = self.rows.read(torch.arange(min(_PROBE_ROWS, len(self))))
+        norms = self._attempt(self.params, first, "train").double().flatten(1).norm(dim=1)
         return {
-            "parameters": hashlib.sha256(_bytes(self.flat)).hexdigest(),
-            **self._data_fingerprint,
-            "settings": hashlib.sha256("\n".join(settings).encode()).hexdigest(),
+            "parameters": digest(self.flat),
+            "model": digest(outline(self.model), *((name, values[name]) for name in values if name not in self.names)),
+            "outputs": " ".join(f"{norm:.3g}" for norm in norms.tolist()),
+            "inputs": inputs.hexdigest(),
+            "targets": targets.hexdigest(),
+            "settings": digest(
+                self.loss, self._forward, self.l2, self.loss_scale, self.dtype, self.names, self.weights
+            ),
         }
 
     # -- checks -----------------------------------------------------------------------------
@@ -711,17 +710,3 @@ def _exact_kernels(recurrent: bool) -> Iterator[None]:
 
 def _described(inputs: Inputs) -> str:
     return ", ".join(f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype}" for name, tensor in tensors_of(inputs))
-def _bytes(tensor: Tensor) -> bytes:
-    header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    return header + tensor.detach().cpu().contiguous().numpy().tobytes()
-
-
-def _code(function: Any) -> str:
-    """What a callable does, as far as that can be told: its name and its source."""
-    if function is None:
-        return ""
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    try:
-        return name + inspect.getsource(function)
-    except (OSError, TypeError):
-        return name
