@@ -937,6 +937,27 @@ def test_a_checkpoint_that_diverged(made):
         dw.tracin(made.task(), made.queries, checkpoints=[state], learning_rates=0.1)
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.arange(10) + 2**40,
+        np.array([f"r{i}" for i in range(10)]),
+        torch.arange(10),
+        [np.float64(0.5), np.int64(2), "a", *range(7)],
+        [(0, "a"), (1, ("b", np.int64(3))), *range(8)],
+    ],
+    ids=["numpy", "numpy texts", "torch", "mixed", "nested"],
+)
+def test_names_of_rows_survive_the_disk(made, ids, tmp_path):
+    task = made.task(row_ids=ids)
+    for name, rows in (("all", None), ("groups", [[1], [0, 2]])):
+        scores = dw.influence(task, made.queries, damping=0.1, rows=rows)
+        scores.save(tmp_path / name)
+        loaded = dw.Scores.load(tmp_path / name, expect=task)
+        assert loaded.removals == scores.removals
+        assert repr(loaded.removals) == repr(scores.removals)
+
+
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_a_convex_loss_in_float32_code(made, scale):
     """Its rounding makes eigenvalues of -1e-8; that is not a loss that bends down. Confident outputs included."""

@@ -1,6 +1,8 @@
 """What a user does with scores: the strongest rows, tables, the answer's own account of itself, saving and loading."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,3 +187,11 @@ def test_measurement_sees_targets_and_outputs_row_by_row():
     truth = oracle_of("mlp_smooth").scores((inputs, targets), "gauss_newton", 0.01, measurement=only_class_one)
     torch.testing.assert_close(scores.values, truth, rtol=1e-8, atol=1e-14)
     assert (scores.values[targets != 1] == 0).all()
+
+
+def test_top_leaves_out_what_is_not_a_number(scores):
+    """A diverged solver gives NaN, which sorts first and has no sign."""
+    values = torch.tensor([[math.nan, 2.0, -1.0, math.inf, 3.0, -math.inf, 0.0]])
+    made = replace(scores, values=values, removals=tuple(range(7)))
+    assert made.top(k=2) == [(4, 3.0), (1, 2.0)]
+    assert made.top(sign="harmful") == [(2, -1.0)]

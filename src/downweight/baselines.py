@@ -138,7 +138,7 @@ def representer_points(
             f"The gradient of the cost in the last layer ({', '.join(names)}) is {away:.2g} times its "
             "penalty's; the decomposition is exact at 0."
         )
-        return describe("representer_points", values, note)
+        return describe("representer_points", values, note, whole=task)
 
 
 def training_gradient(task: Task) -> Tensor:
@@ -163,7 +163,7 @@ def _families(
     right, removals, of = choose_removals(task, rows, candidates)
     left = of_measurement(task, task.query_rows(queries), measured)
 
-    def describe(method: str, values: Tensor, *notes: str) -> Scores:
+    def describe(method: str, values: Tensor, *notes: str, whole: Task = task) -> Scores:
         return Scores(
             values=values.to(task.dtype),
             residuals=torch.zeros(0, dtype=torch.float64),
@@ -183,7 +183,7 @@ def _families(
             loss=task.loss.name,
             rows=len(task),
             coverage=task.coverage,
-            fingerprint=task.fingerprint(),
+            fingerprint=whole.fingerprint(),
             notes=(*task.notes, *notes),
         )
 
