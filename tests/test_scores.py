@@ -195,3 +195,29 @@ def test_top_leaves_out_what_is_not_a_number(scores):
     made = replace(scores, values=values, removals=tuple(range(7)))
     assert made.top(k=2) == [(4, 3.0), (1, 2.0)]
     assert made.top(sign="harmful") == [(2, -1.0)]
+
+
+def test_the_warning_has_the_advice_of_the_solver():
+    """A scale that would work, and that a system is singular: in the warning and in the notes, not only in stats."""
+    made = CASES["mlp_relu"]()
+    with pytest.warns(dw.DownweightWarning, match="worth nothing: diverged at scale 0.001.*a scale of .* would work"):
+        scores = dw.influence(task_of("mlp_relu"), queries=made.queries, damping=0.1, solver=dw.LiSSA(scale=1e-3))
+    assert any("would work" in note for note in scores.notes)
+    assert "would work" in scores.meaning()
+    for solver in ("cg", "minres"):
+        with pytest.warns(dw.DownweightWarning, match="singular.*raise the damping"):
+            scores = dw.influence(task_of("mlp_relu"), queries=made.queries, damping=0.0, solver=solver)
+        assert any("singular" in note for note in scores.notes)
+        assert (solver == "cg") == (set(scores.results) == {dw.Result.DIVERGED.value})
+        assert (scores.residuals > 1e3).all() or solver == "minres"
+
+
+def test_the_advice_of_every_block_is_kept():
+    """A limit cuts the systems into blocks, of which one alone may have something to say."""
+    from downweight.influence import join
+
+    parts = [
+        dw.Solution(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, dtype=torch.long), (dw.Result.STEPS,), stats)
+        for stats in ({"message": "first", "matvecs": 1}, {"matvecs": 2}, {"message": "third", "matvecs": 3})
+    ]
+    assert join(parts).stats == {"message": "first; third", "matvecs": 6}

@@ -23,7 +23,16 @@ from downweight.settings import number
 from downweight.shapes import Float
 from downweight.solve import as_solver
 from downweight.solvers.auto import Auto
-from downweight.solvers.solver import Indefinite, Pairing, Result, Solution, Solver, check_indefinite, dot
+from downweight.solvers.solver import (
+    Indefinite,
+    Pairing,
+    Result,
+    Solution,
+    Solver,
+    check_indefinite,
+    dot,
+    with_message,
+)
 from downweight.task import Task
 
 Curvature = Literal["gauss_newton", "hessian"]
@@ -69,10 +78,11 @@ def influence(
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right)))
         estimate = system.memory_estimate(min(len(left), len(right)), max(len(left), len(right)))
         pairing = system.pair(left, right)
-        system.warn_unless_converged(pairing.result, pairing.residual)
+        unfinished = system.warn_unless_converged(pairing)
         values = (pairing.value / len(task)).to(task.dtype)
         smallest = pairing.stats.get("smallest_eigenvalue")
         notes = [*task.notes, *system.notes, f"The peak of its memory was estimated at {gibibytes(estimate)}."]
+        notes.extend(unfinished)
         if smallest is not None and smallest < 0:
             notes.append(
                 f"The system is indefinite (smallest eigenvalue {smallest:.3g}): scores belong to a "
@@ -124,7 +134,7 @@ def self_influence(
         check_indefinite(indefinite)
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(task))
         answer = system.quadratic(of_losses(task, task.rows, "train"))
-        system.warn_unless_converged(answer.result, answer.residual)
+        system.warn_unless_converged(answer)
         # The row's own loss is asked for without its weight; what leaves the cost has it.
         removed = answer.value if task.weights is None else task.weights * answer.value
         return (removed / len(task)).to(task.dtype)
@@ -154,7 +164,7 @@ def parameter_shift(
         step = 1 / len(task) if epsilon is None else number(epsilon, "epsilon")
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups))
         solution = system.solve(training(task, groups))
-        system.warn_unless_converged(solution.result, solution.residual)
+        system.warn_unless_converged(solution)
         return solution.value * step
 
 
@@ -260,16 +270,20 @@ class System:
         blocks = track(self._blocks(len(family)), f"Systems of {family.what}")
         return join([self._solve_block(family.only(start, stop)) for start, stop in blocks])
 
-    def warn_unless_converged(self, result: Sequence[Result], residual: Tensor) -> None:
-        failed = [place for place, entry in enumerate(result) if not entry.ok]
-        if failed:
-            reasons = sorted({result[place].value for place in failed})
-            warn(
-                f"{len(failed)} of {len(result)} systems are not solved to the tolerance "
-                f"({'; '.join(reasons)}), worst relative residual {float(residual.max()):.2g}. The "
-                "numbers that rest on them are approximate; raise max_steps or the damping, or use "
-                "an exact solver."
-            )
+    def warn_unless_converged(self, answer: Solution | Pairing) -> list[str]:
+        """Say once what is not solved, and what its solver advises; returns that advice, for the notes."""
+        failed = [place for place, entry in enumerate(answer.result) if not entry.ok]
+        if not failed:
+            return []
+        reasons = sorted({answer.result[place].value for place in failed})
+        worth = "worth nothing" if Result.DIVERGED in answer.result else "approximate"
+        advice = answer.stats.get("message")
+        warn(
+            f"{len(failed)} of {len(answer.result)} systems are not solved to the tolerance ({'; '.join(reasons)}), "
+            f"worst relative residual {float(answer.residual.max()):.2g}. The numbers that rest on them are {worth}: "
+            f"{advice or 'raise max_steps or the damping, or use an exact solver'}."
+        )
+        return [f"Not solved to the tolerance: {advice}."] if advice else []
 
     def _solve_block(self, family: Gradients) -> Solution:
         return self.solver.compute(self.state, family.vectors(self.formed, self._vector_rows()))
@@ -299,7 +313,8 @@ def join(solutions: Sequence[Solution]) -> Solution:
     """Solutions of blocks of vectors as one."""
     if len(solutions) == 1:
         return solutions[0]
-    stats = dict(solutions[-1].stats)
+    messages = [solution.stats["message"] for solution in solutions if solution.stats.get("message")]
+    stats = with_message({**solutions[-1].stats, "message": None}, *messages)
     for name in ("matvecs", "rounds"):
         if name in stats:
             stats[name] = sum(solution.stats.get(name, 0) for solution in solutions)
