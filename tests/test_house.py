@@ -35,6 +35,7 @@ ROOMS = [
     "curvature",
     "solvers",
     "solve",
+    "damping",
     "store",
     "scores",
     "influence",
