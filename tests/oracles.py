@@ -5,6 +5,7 @@ is explicit. Symbols as in the documentation: C is the curvature of the cost, A 
 i on query q is (1/N) grad m(q)^T A^-1 w_i grad L(z_i).
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -351,3 +352,31 @@ class Logistic:
         p = torch.sigmoid(self.features @ theta)
         inverse = torch.linalg.solve(self.hessian(theta, ones), self.features.T)
         return p * (1 - p) * (self.features * inverse.T).sum(1) / self.rows
+
+
+# training
+
+
+def train_plainly(
+    model: nn.Module,
+    value: Callable[[nn.Module, Tensor], Tensor],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    epochs: range,
+    order: Callable[[int], Tensor],
+    rate: Callable[[int], float],
+    size: int,
+) -> nn.Module:
+    """The loop that everybody writes, on a copy of the model: `value(model, rows)` is what a batch minimises.
+
+    The copy stays in the mode that the model is in.
+    """
+    model = copy.deepcopy(model)
+    stepping = optimizer([p for p in model.parameters() if p.requires_grad])
+    for epoch in epochs:
+        for group in stepping.param_groups:
+            group["lr"] = rate(epoch)
+        for rows in order(epoch).split(size):
+            stepping.zero_grad()
+            value(model, rows).backward()
+            stepping.step()
+    return model

@@ -124,3 +124,12 @@ def test_measurements_and_rows_work_for_baselines():
     truth = oracle.measurement_gradients(made.queries, margin) @ oracle.gradients.T / made.rows
     scores = dw.grad_dot(task_of("mlp_smooth"), made.queries, measurement="margin")
     assert_same(scores.values, truth)
+
+
+def test_representer_points_belong_to_their_task(tmp_path):
+    """They rest on the last layer, and are the task's all the same."""
+    made = CASES["mlp_smooth"]()
+    scores = dw.representer_points(task_of("mlp_smooth"), made.queries)
+    scores.save(tmp_path / "answer")
+    assert torch.equal(dw.Scores.load(tmp_path / "answer", expect=made.task()).values, scores.values)
+    assert scores.coverage.left_out

@@ -34,6 +34,20 @@ def queries():
 def hard_queries():
     return X[:3], torch.tensor([0, 1, 7])
 
+def as_list():
+    return list(queries())
+
+def as_dataset():
+    return torch.utils.data.TensorDataset(*queries())
+
+def no_targets():
+    return X, None
+
+def marked():
+    made = task()
+    ids = ["img[a]0", "x[/tmp/1]", "[bold]2", 3, ("four", 4), 5, 6, 7]
+    return dw.Task(made.model, loss="cross_entropy", train=(X, T), l2=0.01, row_ids=ids)
+
 def number():
     return 7
 
@@ -133,6 +147,29 @@ def test_the_strongest_rows_are_printed(folder):
     assert " ".join(scores.meaning().split()) in " ".join(result.stdout.split())
 
 
+@pytest.mark.parametrize("queries", ["study:as_list", "study:as_dataset"])
+def test_queries_are_what_the_library_takes(folder, queries):
+    influence("--out", "scores", queries=queries)
+    assert torch.equal(dw.Scores.load(folder / "scores").values, expected())
+
+
+def test_names_of_rows_are_not_read_as_markup(folder):
+    """Brackets in a name are part of it, as in a path; and a name of another kind is no reason to fail at the end."""
+    result = influence("--top", "8", "--out", "scores.parquet", task="study:marked")
+    for name in ("img[a]0", "x[/tmp/1]", "[bold]2", "('four', 4)"):
+        assert name in result.stdout
+    frame = pandas.read_parquet(folder / "scores.parquet")
+    assert frame["row"][:5].tolist() == ["img[a]0", "x[/tmp/1]", "[bold]2", "3", "('four', 4)"]
+
+
+def test_every_note_is_printed_once(folder):
+    result = influence()
+    said = " ".join(result.stdout.split())
+    for note in dw.influence(*_study()).notes:
+        if not note.startswith("The peak"):
+            assert said.count(" ".join(note.split())) == 1
+
+
 def test_nothing_is_written_without_out(folder):
     before = sorted(folder.iterdir())
     influence()
@@ -149,7 +186,11 @@ def test_nothing_is_written_without_out(folder):
         ({"task": "study:constant"}, "of type int; expected a function"),
         ({"task": "study:needs"}, "must be callable without arguments"),
         ({"task": "study:number"}, "study:number returned int; expected a downweight.Task"),
-        ({"queries": "study:number"}, "study:number returned int; expected a tuple"),
+        (
+            {"queries": "study:number"},
+            "study:number is a int; expected a pair (inputs, targets) or a map-style dataset",
+        ),
+        ({"queries": "study:no_targets"}, "expected tensors, got a NoneType"),
         ({"queries": "study:hard_queries"}, "class 7"),
         ({"out": "scores.xlsx"}, "expected .parquet, .csv, or a folder"),
         ({"out": "taken"}, "exists; it is left alone"),
@@ -158,6 +199,7 @@ def test_nothing_is_written_without_out(folder):
         ({"query": "3"}, "there are 3 queries, counted from 0"),
         ({"damping": "-1"}, "damping"),
         ({"memory-limit": "plenty"}, "memory_limit"),
+        ({"memory-limit": "1.2.3"}, "memory_limit"),
     ],
 )
 def test_each_mistake_is_one_line_and_code_2(folder, arguments, words):

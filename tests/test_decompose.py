@@ -105,9 +105,9 @@ def test_correlations_against_scipy():
     mine = correlate(torch.from_numpy(predicted), torch.from_numpy(actual))
     kept = [0, 1, 3, 4]
     for name, theirs in (("pearson", scipy.stats.pearsonr), ("spearman", scipy.stats.spearmanr)):
-        each = [theirs(predicted[row], actual[row])[0] for row in kept]
-        assert mine[name] == pytest.approx(np.mean(each), rel=1e-12)
-        assert mine[f"{name}_std"] == pytest.approx(np.std(each, ddof=1), rel=1e-12)
+        each = np.array([float(theirs(predicted[row], actual[row])[0]) for row in kept])  # pyright: ignore[reportArgumentType]  # scipy has no types
+        assert mine[name] == pytest.approx(each.mean(), rel=1e-12)
+        assert mine[f"{name}_std"] == pytest.approx(each.std(ddof=1), rel=1e-12)
         assert mine[f"{name}_mean_loss"] == pytest.approx(theirs(predicted.mean(0), actual.mean(0))[0], rel=1e-12)
     nothing = correlate(torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64))
     assert all(math.isnan(value) for value in nothing.values())

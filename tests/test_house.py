@@ -19,6 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROOMS = [
     "errors",
     "version",
+    "settings",
+    "identity",
     "shapes",
     "memory",
     "progress",
@@ -33,6 +35,7 @@ ROOMS = [
     "curvature",
     "solvers",
     "solve",
+    "damping",
     "store",
     "scores",
     "influence",

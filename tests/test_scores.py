@@ -1,6 +1,8 @@
 """What a user does with scores: the strongest rows, tables, the answer's own account of itself, saving and loading."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,3 +187,37 @@ def test_measurement_sees_targets_and_outputs_row_by_row():
     truth = oracle_of("mlp_smooth").scores((inputs, targets), "gauss_newton", 0.01, measurement=only_class_one)
     torch.testing.assert_close(scores.values, truth, rtol=1e-8, atol=1e-14)
     assert (scores.values[targets != 1] == 0).all()
+
+
+def test_top_leaves_out_what_is_not_a_number(scores):
+    """A diverged solver gives NaN, which sorts first and has no sign."""
+    values = torch.tensor([[math.nan, 2.0, -1.0, math.inf, 3.0, -math.inf, 0.0]])
+    made = replace(scores, values=values, removals=tuple(range(7)))
+    assert made.top(k=2) == [(4, 3.0), (1, 2.0)]
+    assert made.top(sign="harmful") == [(2, -1.0)]
+
+
+def test_the_warning_has_the_advice_of_the_solver():
+    """A scale that would work, and that a system is singular: in the warning and in the notes, not only in stats."""
+    made = CASES["mlp_relu"]()
+    with pytest.warns(dw.DownweightWarning, match="worth nothing: diverged at scale 0.001.*a scale of .* would work"):
+        scores = dw.influence(task_of("mlp_relu"), queries=made.queries, damping=0.1, solver=dw.LiSSA(scale=1e-3))
+    assert any("would work" in note for note in scores.notes)
+    assert "would work" in scores.meaning()
+    for solver in ("cg", "minres"):
+        with pytest.warns(dw.DownweightWarning, match="singular.*raise the damping"):
+            scores = dw.influence(task_of("mlp_relu"), queries=made.queries, damping=0.0, solver=solver)
+        assert any("singular" in note for note in scores.notes)
+        assert (solver == "cg") == (set(scores.results) == {dw.Result.DIVERGED.value})
+        assert (scores.residuals > 1e3).all() or solver == "minres"
+
+
+def test_the_advice_of_every_block_is_kept():
+    """A limit cuts the systems into blocks, of which one alone may have something to say."""
+    from downweight.influence import join
+
+    parts = [
+        dw.Solution(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, dtype=torch.long), (dw.Result.STEPS,), stats)
+        for stats in ({"message": "first", "matvecs": 1}, {"matvecs": 2}, {"message": "third", "matvecs": 3})
+    ]
+    assert join(parts).stats == {"message": "first; third", "matvecs": 6}

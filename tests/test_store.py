@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from downweight.errors import DamagedResult, ForeignResult, InvalidInput, InvalidType
-from downweight.store import read_folder, write_folder
+from downweight.store import _checksum, read_folder, write_folder
 from downweight.version import __version__
 
 META = {"kind": "scores", "damping": 1e-3, "names": ["a", "b"]}
@@ -307,8 +307,11 @@ def test_another_kind(tmp_path):
 
 
 def change_meta(path, **changes):
+    """As a writer would have written it, with the checksum of what it then says."""
     file = path / "meta.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    meta = json.loads(file.read_text()) | changes
+    del meta["checksum"]
+    file.write_text(json.dumps(meta | {"checksum": _checksum(meta)}))
 
 
 def test_a_newer_format_is_refused_by_its_number(tmp_path):
@@ -346,6 +349,28 @@ def test_a_changed_meta_file(tmp_path):
             read_folder(path, "scores")[1]["values"].load()
     (path / "meta.json").write_text("{")
     with pytest.raises(DamagedResult, match="not readable as JSON"):
+        read_folder(path, "scores")
+
+
+@pytest.mark.parametrize("name", ["damping", "names", "package_version", "format_version", "checksum"])
+def test_every_entry_of_a_meta_file_is_under_its_checksum(tmp_path, name):
+    """A number changed by hand would be believed, and an entry taken out be an error from the depths."""
+    path = write_folder(tmp_path / "r", META, {"values": values()})
+    file = path / "meta.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps(dict(reversed(meta.items()))))  # said in another order
+    assert read_folder(path, "scores")[0]["damping"] == 1e-3
+    for changed in (meta | {name: 0}, {key: value for key, value in meta.items() if key != name}):
+        file.write_text(json.dumps(changed))
+        with pytest.raises(DamagedResult, match="changed"):
+            read_folder(path, "scores")
+
+
+def test_a_folder_in_the_place_of_the_meta_file(tmp_path):
+    path = write_folder(tmp_path / "r", META, {"values": values()})
+    (path / "meta.json").unlink()
+    (path / "meta.json").mkdir()
+    with pytest.raises(DamagedResult, match="is a folder"):
         read_folder(path, "scores")
 
 

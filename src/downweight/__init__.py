@@ -6,6 +6,7 @@ from downweight.curvature.gauss_newton import GaussNewtonMatrix
 from downweight.curvature.hessian import HessianMatrix
 from downweight.curvature.lanczos import Spectrum, lanczos
 from downweight.curvature.operator import Damped, Operator
+from downweight.damping import relative_damping
 from downweight.decompose import Decomposition, decompose
 from downweight.errors import (
     DamagedResult,
@@ -100,6 +101,7 @@ __all__ = [
     "influence",
     "lanczos",
     "parameter_shift",
+    "relative_damping",
     "representer_points",
     "respond",
     "self_influence",

@@ -1,13 +1,13 @@
 """Baselines that users compare with, in the call shape of `influence` and with its sign."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from downweight.errors import InvalidInput
+from downweight.errors import InvalidInput, InvalidType
 from downweight.features import RowGradients
 from downweight.gradients import Gradients
 from downweight.influence import choose_removals, warn_of_mode
@@ -16,6 +16,7 @@ from downweight.measurements import Measurement, as_measurement, of_measurement
 from downweight.memory import Budget, parse_bytes
 from downweight.progress import reporting
 from downweight.scores import Scores
+from downweight.settings import number
 from downweight.task import Task
 
 Asked = str | Measurement | Callable[[Tensor, Tensor], Tensor]
@@ -65,8 +66,8 @@ def tracin(
     task: Task,
     queries: Any,
     *,
-    checkpoints: Sequence[Tensor | Mapping[str, Tensor]],
-    learning_rates: Sequence[float] | float,
+    checkpoints: Sequence[Tensor | Mapping[str, Tensor]] | Tensor,
+    learning_rates: Sequence[float] | Tensor | float,
     measurement: Asked = "loss",
     rows: Any = None,
     candidates: Any = None,
@@ -75,18 +76,22 @@ def tracin(
 ) -> Scores:
     """(1/N) Σₖ ηₖ ∇mₖ(q)·∇Lₖ(zᵢ) over checkpoints k (Pruthi et al. 2020, TracInCP).
 
-    checkpoints: flat parameters (d,) or state dicts (with their buffers); learning_rates: one for
-    each, or one for all.
+    checkpoints: flat parameters (d,), as a list or as rows of a tensor, or state dicts (with their
+    buffers); learning_rates: one for each, or one for all.
     """
     with reporting(progress):
-        if not checkpoints:
+        if isinstance(checkpoints, str | Mapping) or not isinstance(checkpoints, Sequence | Tensor):
+            raise InvalidType(f"checkpoints is a {type(checkpoints).__name__}; expected a list of checkpoints.")
+        if len(checkpoints) == 0:
             raise InvalidInput("tracin needs at least one checkpoint (a flat tensor or a state dict).")
-        rates = [learning_rates] if isinstance(learning_rates, int | float) else list(learning_rates)
+        several = isinstance(learning_rates, Sequence | Tensor | np.ndarray) and getattr(learning_rates, "ndim", 1)
+        given: Any = learning_rates if several else [learning_rates]
+        rates = [number(rate, "A learning rate") for rate in given]
         rates = rates * len(checkpoints) if len(rates) == 1 else rates
-        if len(rates) != len(checkpoints) or not all(map(math.isfinite, rates)):
+        if len(rates) != len(checkpoints):
             raise InvalidInput(
                 f"tracin got {len(rates)} learning rates for {len(checkpoints)} checkpoints; give one "
-                "finite rate for each, or one for all."
+                "rate for each, or one for all."
             )
         total: Tensor | None = None
         for checkpoint, rate in zip(checkpoints, rates, strict=True):
@@ -133,7 +138,7 @@ def representer_points(
             f"The gradient of the cost in the last layer ({', '.join(names)}) is {away:.2g} times its "
             "penalty's; the decomposition is exact at 0."
         )
-        return describe("representer_points", values, note)
+        return describe("representer_points", values, note, whole=task)
 
 
 def training_gradient(task: Task) -> Tensor:
@@ -155,10 +160,10 @@ def _families(
     """The two families and a function that describes values between them as Scores."""
     warn_of_mode(task)
     measured = as_measurement(task, measurement)
-    left = of_measurement(task, task.query_rows(queries), measured)
     right, removals, of = choose_removals(task, rows, candidates)
+    left = of_measurement(task, task.query_rows(queries), measured)
 
-    def describe(method: str, values: Tensor, *notes: str) -> Scores:
+    def describe(method: str, values: Tensor, *notes: str, whole: Task = task) -> Scores:
         return Scores(
             values=values.to(task.dtype),
             residuals=torch.zeros(0, dtype=torch.float64),
@@ -178,7 +183,7 @@ def _families(
             loss=task.loss.name,
             rows=len(task),
             coverage=task.coverage,
-            fingerprint=task.fingerprint(),
+            fingerprint=whole.fingerprint(),
             notes=(*task.notes, *notes),
         )
 

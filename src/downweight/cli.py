@@ -12,13 +12,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 import downweight as dw
 from downweight.errors import DownweightError, DownweightWarning
 from downweight.version import __version__
+
+if TYPE_CHECKING:
+    import pandas
 
 app = typer.Typer(
     name="downweight",
@@ -52,7 +55,9 @@ def influence(
     task: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The function that returns the Task.")],
     queries: Annotated[
         str,
-        typer.Option(metavar="MODULE:FUNCTION", help="The function that returns the queries, (inputs, targets)."),
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="The function that returns the queries, (inputs, targets) or a dataset."
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -84,10 +89,9 @@ def influence(
         if not isinstance(problem, dw.Task):
             _fail(f"{task} returned {type(problem).__name__}; expected a downweight.Task.")
         asked = _call(queries)
-        if not isinstance(asked, tuple) or len(asked) != 2:
-            _fail(f"{queries} returned {type(asked).__name__}; expected a tuple (inputs, targets).")
-        if query >= len(asked[1]):
-            _fail(f"--query {query}: there are {len(asked[1])} queries, counted from 0.")
+        count = len(problem.read_rows(asked, queries))
+        if query >= count:
+            _fail(f"--query {query}: there are {count} queries, counted from 0.")
         scores = dw.influence(
             problem,
             queries=asked,
@@ -266,7 +270,7 @@ def _writer(out: Path) -> "Callable[[dw.Scores], None]":
         partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
         try:
             if out.suffix == ".parquet":
-                frame.to_parquet(partial)
+                _with_one_type(frame).to_parquet(partial)
             else:
                 frame.to_csv(partial, index=False)
             os.replace(partial, out)
@@ -276,9 +280,17 @@ def _writer(out: Path) -> "Callable[[dw.Scores], None]":
     return write
 
 
+def _with_one_type(frame: "pandas.DataFrame") -> "pandas.DataFrame":
+    """A parquet column has one type: names of rows that are neither all numbers nor all texts go in as texts."""
+    name = frame.columns[1]
+    mixed = frame[name].dtype == object and not all(isinstance(label, str) for label in frame[name])
+    return frame.assign(**{name: frame[name].map(str)}) if mixed else frame
+
+
 def _print_scores(scores: "dw.Scores", query: int, top: int) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     table = Table(title=f"Query {query}", title_justify="left")
@@ -287,12 +299,10 @@ def _print_scores(scores: "dw.Scores", query: int, top: int) -> None:
     sides = [scores.top(query=query, k=top, sign=sign) for sign in ("helpful", "harmful")]
     for place in range(max(map(len, sides))):
         cells = [side[place] if place < len(side) else ("", None) for side in sides]
-        table.add_row(str(place + 1), *(text for row, score in cells for text in (str(row), _number(score))))
+        table.add_row(str(place + 1), *(text for row, score in cells for text in (Text(str(row)), _number(score))))
     if any(sides):
         console.print(table)
     console.print(scores.meaning(), markup=False)
-    for note in scores.notes:
-        console.print(f"Note: {note}", markup=False)
 
 
 def _number(score: float | None) -> str:

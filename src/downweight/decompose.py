@@ -250,7 +250,7 @@ def decompose(
         before = time.monotonic()
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups))
         solution = system.solve(training(task, groups))
-        system.warn_unless_converged(solution.result, solution.residual)
+        system.warn_unless_converged(solution)
         estimate = step * solution.value
         estimated = time.monotonic() - before
 

@@ -1,7 +1,6 @@
 """Influence: scores, self-influence and parameter shifts, for single rows and for groups."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,10 +19,20 @@ from downweight.measurements import Measurement, as_measurement, of_measurement
 from downweight.memory import gibibytes, parse_bytes
 from downweight.progress import reporting, track
 from downweight.scores import Scores, jsonable
+from downweight.settings import number
 from downweight.shapes import Float
 from downweight.solve import as_solver
 from downweight.solvers.auto import Auto
-from downweight.solvers.solver import Indefinite, Pairing, Result, Solution, Solver, check_indefinite, dot
+from downweight.solvers.solver import (
+    Indefinite,
+    Pairing,
+    Result,
+    Solution,
+    Solver,
+    check_indefinite,
+    dot,
+    with_message,
+)
 from downweight.task import Task
 
 Curvature = Literal["gauss_newton", "hessian"]
@@ -63,17 +72,17 @@ def influence(
     with reporting(progress):
         warn_of_mode(task)
         check_indefinite(indefinite)
-        asked = task.query_rows(queries)
         measured = as_measurement(task, measurement)
-        left = of_measurement(task, asked, measured)
         right, removals, of = choose_removals(task, rows, candidates)
+        left = of_measurement(task, task.query_rows(queries), measured)
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right)))
         estimate = system.memory_estimate(min(len(left), len(right)), max(len(left), len(right)))
         pairing = system.pair(left, right)
-        system.warn_unless_converged(pairing.result, pairing.residual)
+        unfinished = system.warn_unless_converged(pairing)
         values = (pairing.value / len(task)).to(task.dtype)
         smallest = pairing.stats.get("smallest_eigenvalue")
         notes = [*task.notes, *system.notes, f"The peak of its memory was estimated at {gibibytes(estimate)}."]
+        notes.extend(unfinished)
         if smallest is not None and smallest < 0:
             notes.append(
                 f"The system is indefinite (smallest eigenvalue {smallest:.3g}): scores belong to a "
@@ -125,7 +134,7 @@ def self_influence(
         check_indefinite(indefinite)
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(task))
         answer = system.quadratic(of_losses(task, task.rows, "train"))
-        system.warn_unless_converged(answer.result, answer.residual)
+        system.warn_unless_converged(answer)
         # The row's own loss is asked for without its weight; what leaves the cost has it.
         removed = answer.value if task.weights is None else task.weights * answer.value
         return (removed / len(task)).to(task.dtype)
@@ -152,10 +161,10 @@ def parameter_shift(
         warn_of_mode(task)
         check_indefinite(indefinite)
         groups = check_removals(as_groups(remove, "remove"), len(task))
-        step = 1 / len(task) if epsilon is None else _finite(epsilon, "epsilon")
+        step = 1 / len(task) if epsilon is None else number(epsilon, "epsilon")
         system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups))
         solution = system.solve(training(task, groups))
-        system.warn_unless_converged(solution.result, solution.residual)
+        system.warn_unless_converged(solution)
         return solution.value * step
 
 
@@ -182,9 +191,9 @@ class System:
         memory_limit: int | str | None,
         systems: int,
     ) -> "System":
-        if curvature not in CURVATURES:
+        if not isinstance(curvature, str) or curvature not in CURVATURES:
             raise InvalidInput(f"curvature is {curvature!r}; expected one of {', '.join(map(repr, CURVATURES))}.")
-        damping = _finite(damping, "damping")
+        damping = number(damping, "damping")
         if damping < 0:
             raise InvalidInput(
                 f"damping is {damping:g}; expected a number >= 0, the absolute λ added to every "
@@ -261,16 +270,20 @@ class System:
         blocks = track(self._blocks(len(family)), f"Systems of {family.what}")
         return join([self._solve_block(family.only(start, stop)) for start, stop in blocks])
 
-    def warn_unless_converged(self, result: Sequence[Result], residual: Tensor) -> None:
-        failed = [place for place, entry in enumerate(result) if not entry.ok]
-        if failed:
-            reasons = sorted({result[place].value for place in failed})
-            warn(
-                f"{len(failed)} of {len(result)} systems are not solved to the tolerance "
-                f"({'; '.join(reasons)}), worst relative residual {float(residual.max()):.2g}. The "
-                "numbers that rest on them are approximate; raise max_steps or the damping, or use "
-                "an exact solver."
-            )
+    def warn_unless_converged(self, answer: Solution | Pairing) -> list[str]:
+        """Say once what is not solved, and what its solver advises; returns that advice, for the notes."""
+        failed = [place for place, entry in enumerate(answer.result) if not entry.ok]
+        if not failed:
+            return []
+        reasons = sorted({answer.result[place].value for place in failed})
+        worth = "worth nothing" if Result.DIVERGED in answer.result else "approximate"
+        advice = answer.stats.get("message")
+        warn(
+            f"{len(failed)} of {len(answer.result)} systems are not solved to the tolerance ({'; '.join(reasons)}), "
+            f"worst relative residual {float(answer.residual.max()):.2g}. The numbers that rest on them are {worth}: "
+            f"{advice or 'raise max_steps or the damping, or use an exact solver'}."
+        )
+        return [f"Not solved to the tolerance: {advice}."] if advice else []
 
     def _solve_block(self, family: Gradients) -> Solution:
         return self.solver.compute(self.state, family.vectors(self.formed, self._vector_rows()))
@@ -300,7 +313,8 @@ def join(solutions: Sequence[Solution]) -> Solution:
     """Solutions of blocks of vectors as one."""
     if len(solutions) == 1:
         return solutions[0]
-    stats = dict(solutions[-1].stats)
+    messages = [solution.stats["message"] for solution in solutions if solution.stats.get("message")]
+    stats = with_message({**solutions[-1].stats, "message": None}, *messages)
     for name in ("matvecs", "rounds"):
         if name in stats:
             stats[name] = sum(solution.stats.get(name, 0) for solution in solutions)
@@ -326,7 +340,8 @@ def choose_removals(
     if rows is None:
         labels = range(len(task)) if ids is None else ids
         return training(task), tuple(labels), "rows"
-    if _is_groups(rows):
+    rows = list(rows) if isinstance(rows, Iterator) else rows
+    if _is_groups(rows):  # one group among single rows makes each of them a group
         groups = check_removals(as_groups(rows, "rows"), len(task))
         labels = [tuple(row if ids is None else ids[row] for row in group) for group in groups]
         return training(task, groups), tuple(labels), "groups"
@@ -341,14 +356,9 @@ def choose_removals(
 def _is_groups(rows: Any) -> bool:
     if isinstance(rows, Tensor | np.ndarray):
         return rows.ndim == 2
-    try:
-        entries = list(rows)
-    except TypeError:
-        return False
-    return bool(entries) and all(
-        isinstance(entry, Sequence | set | Tensor | np.ndarray)
-        and not (isinstance(entry, Tensor | np.ndarray) and entry.ndim == 0)
-        for entry in entries
+    return isinstance(rows, Iterable) and any(
+        isinstance(entry, Sequence | set) or (isinstance(entry, Tensor | np.ndarray) and entry.ndim > 0)
+        for entry in rows
     )
 
 
@@ -376,15 +386,6 @@ def warn_of_mode(task: Task) -> None:
             "The model is in train mode and has dropout or batch-norm layers; it is evaluated in "
             "eval mode and put back afterwards. Call model.eval() to make this explicit."
         )
-
-
-def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number | Tensor):
-        raise InvalidType(f"{name} is {value!r}; expected a number.")
-    number = float(value)
-    if not math.isfinite(number):
-        raise InvalidInput(f"{name} is {number}; expected a finite number.")
-    return number
 
 
 def _converged(results: Sequence[Result]) -> Tensor:

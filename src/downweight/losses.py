@@ -24,19 +24,21 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from downweight.errors import InvalidInput, InvalidType, NonFinite
-from downweight.shapes import Float, Shaped
+from downweight.shapes import Float, Int, Shaped
 
 IGNORED = -100  # torch.nn.functional.cross_entropy's ignore_index
+_APART_ROWS = 4  # rows on which a function of a user's own is compared with itself, one by one; a guess
 
 
 @runtime_checkable
 class Loss(Protocol):
     """A loss of one's own: the loss of every row, never averaged over rows.
 
-    `value(outputs, targets)` gets the outputs as the model gives them, in float64, and returns one
-    number a row, shape (B,). Its gradient and Hessian in the outputs come from autograd, so it
-    must be twice differentiable torch code. Gauss-Newton also needs it convex in the outputs,
-    which is checked on the training rows.
+    `value(outputs, targets)` gets outputs (B, C) or (B, T, C) in float64, (B, 1) where the model
+    returns (B,), and the targets as they were given; it returns one number a row, shape (B,), that
+    depends on that row alone. Its gradient and Hessian in the outputs come from autograd, so it
+    must be twice differentiable torch code. Gauss-Newton also needs it convex in the outputs. All
+    of this is checked on the rows, and refused where it fails.
     """
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
@@ -103,6 +105,60 @@ def _of_logits(outputs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     return divergence, p * (centred - divergence.unsqueeze(-1)).expm1()
 
 
+def check_row_by_row(
+    function: Callable[[Tensor, Tensor], Tensor],
+    outputs: Shaped[Tensor, "B *out"],
+    targets: Shaped[Tensor, "B *rest"],
+    name: str,
+) -> None:
+    """Raise unless a function of a user's own gives one number a row, the same alone as among other rows."""
+
+    def values(rows: Tensor) -> Tensor:
+        y, t = outputs[rows], targets[rows.to(targets.device)]
+        found = function(y, t)
+        if isinstance(found, Tensor) and found.shape == (len(rows),):
+            return found
+        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise InvalidInput(
+            f"{name} must return one number a row, shape ({len(rows)},), got {got} for outputs of shape "
+            f"{tuple(y.shape)} and targets of shape {tuple(t.shape)}. Sum over every dimension but the first. Outputs "
+            "are (B, C) or (B, T, C), (B, 1) where the model returns (B,): compare them with targets of their own "
+            "shape, as in outputs.squeeze(-1) - targets."
+        )
+
+    count = min(len(outputs), _APART_ROWS)
+    spread = torch.linspace(0, len(outputs) - 1, count, device=outputs.device).round().long()
+    with torch.no_grad():
+        together, alone = values(spread), torch.cat([values(row) for row in spread.split(1)])
+    # A loss may work in float32 inside; rows that enter each other's value differ by O(1).
+    scale = float(together.nan_to_num(0, 0, 0).abs().max())
+    apart = ~torch.isclose(alone, together, rtol=1e-3, atol=1e-5 * scale, equal_nan=True)
+    if bool(apart.any()):
+        row = int(apart.nonzero()[0])
+        raise InvalidInput(
+            f"{name} gives a row {alone[row].item():.6g} alone and {together[row].item():.6g} among {count} rows: rows "
+            f"enter each other's value. Outputs of shape {tuple(outputs[spread].shape)} and targets of shape "
+            f"{tuple(targets[:count].shape)} may broadcast against each other, or something is averaged over rows. "
+            "Give the two one shape, and sum over every dimension but the first."
+        )
+
+
+def require_finite(values: Shaped[Tensor, "B *rest"], what: str, rows: Int[Tensor, " B"] | None = None) -> None:
+    """Raise NonFinite, naming the row, where an entry of `values` is not finite."""
+    finite = values.isfinite().reshape(len(values), -1).all(1)
+    if not bool(finite.all()):
+        place = int((~finite).nonzero()[0])
+        row = f"row {place} of this part" if rows is None else f"row {int(rows[place])}"
+        raise NonFinite(
+            f"{what}: NaN or infinite for {row}. Check that row, the parameters, and any root or logarithm of 0."
+        )
+
+
+def _counted(targets: Tensor) -> Tensor:
+    """Positions that are not ignored. As int64: in uint8 the number -100 is class 156."""
+    return targets.long() != IGNORED
+
+
 def _spread(weights: Tensor) -> Tensor:
     """(r, B, M) diagonal roots: row j of B rows holds `weights[:, j]` at output j."""
     return torch.diag_embed(weights).movedim(1, 0)
@@ -133,7 +189,7 @@ class CrossEntropy:
                 f"{what}: cross_entropy needs one class index an output vector, shape "
                 f"{tuple(outputs.shape[:-1])}, got targets of shape {tuple(targets.shape)}."
             )
-        bad = ((targets < 0) & (targets != IGNORED)) | (targets >= classes)
+        bad = ((targets < 0) & _counted(targets)) | (targets.long() >= classes)
         if bool(bad.any()):
             row = int(bad.reshape(len(targets), -1).any(1).nonzero()[0])
             raise InvalidInput(
@@ -144,9 +200,8 @@ class CrossEntropy:
 
     def _others(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Counted positions, safe indices (…, 1), and outputs with the target at minus infinity."""
-        targets = targets.long()
-        counted = targets != IGNORED
-        index = torch.where(counted, targets, 0).unsqueeze(-1)
+        counted = _counted(targets)
+        index = torch.where(counted, targets.long(), 0).unsqueeze(-1)
         return counted, index, outputs.scatter(-1, index, -torch.inf)
 
     def margins(self, outputs: Float[Tensor, "B *T C"], targets: Tensor) -> Tensor:
@@ -157,7 +212,7 @@ class CrossEntropy:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # -log p_t = log(1 + exp(-margin)): relative precision also for a tiny loss.
-        losses = torch.where(targets != IGNORED, -logsigmoid(self.margins(outputs, targets)), 0.0)
+        losses = torch.where(_counted(targets), -logsigmoid(self.margins(outputs, targets)), 0.0)
         return losses.reshape(len(losses), -1).sum(1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -168,7 +223,7 @@ class CrossEntropy:
 
     def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         # H is blind to a shift of v, so v is measured from the likeliest class: no cancellation.
-        p = outputs.softmax(-1) * (targets != IGNORED).unsqueeze(-1)
+        p = outputs.softmax(-1) * _counted(targets).unsqueeze(-1)
         top = p.argmax(-1, keepdim=True).expand(vectors.shape[:-1] + (1,))
         shifted = vectors - vectors.gather(-1, top)
         return p * (shifted - (p * shifted).sum(-1, keepdim=True))
@@ -182,7 +237,7 @@ class CrossEntropy:
         """
         shape, classes = outputs.shape, outputs.shape[-1]
         p = outputs.softmax(-1).reshape(-1, classes)
-        counted = (targets != IGNORED).reshape(-1, 1, 1)
+        counted = _counted(targets).reshape(-1, 1, 1)
         top = p.argmax(-1)
         s = p.sqrt()
         s_top = s.gather(-1, top[:, None])
@@ -206,11 +261,11 @@ class CrossEntropy:
         return torch.Size(output_shape[:-1]).numel() * (output_shape[-1] - 1)
 
     def divergence(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
-        divergence = torch.where(targets != IGNORED, _of_logits(outputs, reference)[0], 0.0)
+        divergence = torch.where(_counted(targets), _of_logits(outputs, reference)[0], 0.0)
         return divergence.reshape(len(outputs), -1).sum(1)
 
     def change(self, outputs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
-        return _of_logits(outputs, reference)[1] * (targets != IGNORED).unsqueeze(-1)
+        return _of_logits(outputs, reference)[1] * _counted(targets).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -314,19 +369,15 @@ class AutogradLoss:
 
     def check(self, outputs: Tensor, targets: Tensor, what: str) -> None:
         _finite(targets, what)
-        value = self.value(outputs[:1], targets[:1])
-        if not isinstance(value, Tensor) or value.shape != (1,):
-            raise InvalidInput(
-                f"{what}: the loss {self.name} must return one number a row, shape (B,), got "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} for "
-                "B = 1. Sum over outputs and positions, never over rows."
-            )
+        check_row_by_row(self.value, outputs.double(), targets, f"{what}: the loss {self.name}")
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.function(outputs, targets)
 
     def _total(self, leaf: Tensor, targets: Tensor) -> Tensor:
-        total = self.value(leaf, targets).sum()
+        values = self.value(leaf, targets)
+        require_finite(values, f"The loss {self.name}")
+        total = values.sum()
         if not total.requires_grad:
             raise InvalidInput(
                 f"The loss {self.name} does not depend on the outputs through autograd (detach, numpy, a comparison?); "
@@ -336,7 +387,9 @@ class AutogradLoss:
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         leaf = outputs.detach().requires_grad_()
-        return torch.autograd.grad(self._total(leaf, targets), leaf)[0]
+        gradient = torch.autograd.grad(self._total(leaf, targets), leaf)[0]
+        require_finite(gradient, f"The derivative of the loss {self.name}")
+        return gradient
 
     def product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         leaf = outputs.detach().requires_grad_()
@@ -347,7 +400,11 @@ class AutogradLoss:
             torch.autograd.grad(gradient, leaf, vector, retain_graph=True, materialize_grads=True)[0]
             for vector in vectors
         ]
-        return torch.stack(products) if products else torch.zeros_like(vectors)
+        if not products:
+            return torch.zeros_like(vectors)
+        stacked = torch.stack(products)
+        require_finite(stacked.movedim(1, 0), f"The second derivative of the loss {self.name}")
+        return stacked
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, "B M M"]:
         rows, size = len(outputs), outputs[0].numel()
@@ -356,9 +413,14 @@ class AutogradLoss:
         return self.product(outputs, targets, vectors).reshape(size, rows, size).movedim(1, 0)
 
     def root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(self.hessian(outputs, targets))
-        # An eigenvalue of a convex loss may come out at minus rounding.
-        floor = -1e-9 * values.abs().amax(-1, keepdim=True).clamp_min(1e-300)
+        hessian = self.hessian(outputs, targets)
+        values, vectors = torch.linalg.eigh(hessian)
+        # An eigenvalue of a convex loss may come out at minus rounding: of float64 on its own row's scale; where the
+        # loss works in float32 (every entry is one) on that of p - 1 and the like, of which the largest row tells.
+        if torch.equal(hessian, hessian.float().double()):
+            floor = -1e-6 * values.abs().amax().clamp_min(1e-300)
+        else:
+            floor = -1e-9 * values.abs().amax(-1, keepdim=True).clamp_min(1e-300)
         if bool((values < floor).any()):
             row = int((values < floor).any(1).nonzero()[0])
             raise InvalidInput(
@@ -393,6 +455,8 @@ def as_loss(loss: str | Loss | Callable[[Tensor, Tensor], Tensor]) -> OutputLoss
                 "your own (an object with value(outputs, targets) -> one loss a row)."
             )
         return NAMED[loss]
+    if isinstance(loss, type):
+        raise InvalidType(f"loss is the class {loss.__name__}; expected an instance of it, such as {loss.__name__}().")
     if isinstance(loss, torch.nn.Module):
         raise InvalidType(
             f"loss is the module {type(loss).__name__}, which usually averages over rows. Pass a "

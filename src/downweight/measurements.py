@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from downweight.errors import InvalidInput, InvalidType, NonFinite
+from downweight.errors import InvalidInput, InvalidType
 from downweight.gradients import Gradients
-from downweight.losses import BinaryCrossEntropy, CrossEntropy
+from downweight.losses import BinaryCrossEntropy, CrossEntropy, check_row_by_row, require_finite
 from downweight.rows import Rows
 from downweight.task import Task
 
@@ -68,24 +68,16 @@ def of_measurement(task: Task, rows: Rows, measurement: Measurement) -> Gradient
             return task.output_gradient(outputs, targets).unsqueeze(0)
         with torch.enable_grad():
             leaf = outputs.detach().double().requires_grad_()
+            check_row_by_row(measurement.function, leaf.detach(), targets, f"The measurement {measurement.name}")
             values = measurement.function(leaf, targets)
-            if not isinstance(values, Tensor) or values.shape != (len(leaf),):
-                shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise InvalidInput(
-                    f"The measurement {measurement.name} must return one number a query, shape "
-                    f"({len(leaf)},), got {shape}."
-                )
+            require_finite(values, f"The measurement {measurement.name} for queries", positions)
             if not values.requires_grad:
                 raise InvalidInput(
                     f"The measurement {measurement.name} does not depend on the outputs through "
                     "autograd (argmax, a comparison, numpy?); its change cannot be predicted."
                 )
             gradient = torch.autograd.grad(values.sum(), leaf)[0]
-            if not bool(gradient.isfinite().all()):
-                raise NonFinite(
-                    f"The measurement {measurement.name} has a NaN or infinite derivative at the outputs of a query "
-                    "(a logarithm or a root of 0?)."
-                )
+            require_finite(gradient, f"The derivative of the measurement {measurement.name} for queries", positions)
             return gradient.unsqueeze(0)
 
     return Gradients(task, rows, torch.arange(len(rows)), cotangent, "queries")

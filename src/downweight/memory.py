@@ -26,7 +26,7 @@ def parse_bytes(limit: int | str | None) -> int | None:
     if limit is None:
         return None
     if isinstance(limit, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)(i?)b?\s*", limit.lower())
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", limit.lower())
         if match is None:
             raise InvalidInput(f"memory_limit is {limit!r}; expected bytes as an integer or a text like '8GiB'.")
         number, unit, binary = match.groups()

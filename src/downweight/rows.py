@@ -115,7 +115,13 @@ def _read_items(dataset: Any, index: Sequence[int], what: str) -> tuple[Inputs, 
             f"{what}: the dataset must give (input, target) pairs, got a "
             f"{type(items[0]).__name__}. Wrap it in a Dataset that returns two things."
         )
-    inputs, targets = default_collate([tuple(item) for item in items])
+    try:
+        inputs, targets = default_collate([tuple(item) for item in items])
+    except (TypeError, RuntimeError, KeyError) as error:
+        raise InvalidInput(
+            f"{what}: rows {index[0]} to {index[-1]} cannot be stacked ({error}). All rows need one shape, and "
+            "tensors, arrays or numbers in it; pad them to one length."
+        ) from error
     return _as_tensors(inputs, what), _one_tensor(targets, what)
 
 

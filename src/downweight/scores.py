@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from downweight.errors import DamagedResult, ForeignResult, InvalidInput
+from downweight.errors import DamagedResult, ForeignResult, InvalidInput, InvalidType
+from downweight.settings import whole
 from downweight.shapes import Bool, Float
 from downweight.store import read_folder, write_folder
 from downweight.task import Coverage, Task
@@ -90,7 +91,8 @@ class Scores:
     ) -> list[tuple[Any, float]]:
         """(row, score) of the k strongest removals of this sign for a query, strongest first.
 
-        Helpful: the removal makes the query worse. Fewer than k where fewer have that sign.
+        Helpful: the removal makes the query worse. Fewer than k where fewer have that sign; a score that is not a
+        finite number has none.
         """
         if sign not in ("helpful", "harmful"):
             raise InvalidInput(f"sign is {sign!r}; expected 'helpful' or 'harmful'.")
@@ -99,17 +101,17 @@ class Scores:
                 f"Whether more of {self.measurement} is better was never said, so nothing can be "
                 "called helpful. Measure with dw.Measurement(name, function, higher_is_better=…)."
             )
-        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-            raise InvalidInput(f"k is {k!r}; expected a whole number >= 0.")
+        k = whole(k, "k", 0)
         count = len(self.values)
         if isinstance(query, bool) or not hasattr(query, "__index__") or not -count <= query < count:
             raise InvalidInput(f"query is {query!r}; the queries are 0 to {count - 1}.")
         # Removing a helpful row raises a loss and lowers a margin.
         raises = (sign == "helpful") != self.higher_is_better
-        strength = self.values[query] if raises else -self.values[query]
-        order = strength.argsort(descending=True, stable=True)[:k].tolist()
-        values = self.values[query].tolist()
-        return [(self.removals[i], values[i]) for i in order if (values[i] > 0) == raises and values[i]]
+        values = self.values[query]
+        strength = values if raises else -values
+        order = strength.argsort(descending=True, stable=True)
+        order = order[(strength[order] > 0) & strength[order].isfinite()][:k]  # NaN where a solver diverged
+        return [(self.removals[i], values[i].item()) for i in order.tolist()]
 
     def meaning(self) -> str:
         """What one number of `values` says, its unit and sign, and what it rests on."""
@@ -213,7 +215,7 @@ class Scores:
                 residuals=arrays["residuals"].load(),
                 converged=arrays["converged"].load().bool(),
                 results=tuple(meta["results"]),
-                removals=tuple(tuple(r) if isinstance(r, list) else r for r in meta["removals"]),
+                removals=_tuples(meta["removals"]),
                 coverage=Coverage(covered, total, tuple(left_out)),
                 notes=tuple(meta["notes"]),
                 **{
@@ -232,8 +234,15 @@ class Scores:
             ) from missing
 
 
+def _tuples(value: Any) -> Any:
+    """The labels as they were, before JSON made lists of their tuples."""
+    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
+
+
 def require_fingerprint(meta: dict[str, Any], task: Task, path: str | os.PathLike[str]) -> None:
     """Raise ForeignResult, naming what differs, unless a result belongs to this task."""
+    if not isinstance(task, Task):
+        raise InvalidType(f"expect is a {type(task).__name__}; expected the dw.Task that the result was made with.")
     mine, theirs = task.fingerprint(), meta.get("fingerprint", {})
     different = [name for name in mine if theirs.get(name) != mine[name]]
     if different:

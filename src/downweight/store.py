@@ -10,6 +10,8 @@ renamed. Over an earlier result the new shards (the middle of their names is dra
 and replacing `meta.json`, one rename, is the moment at which the new result holds. A process killed on the way leaves
 the earlier result as it was and a folder NAME.partial-…, which can be deleted.
 
+`meta.json` has checksums of itself and of every shard: what was changed by hand is refused.
+
 Arrays come back as handles on a memory map: rows and columns are read without the rest.
 """
 
@@ -37,7 +39,7 @@ FORMAT = "downweight"
 FORMAT_VERSION = 1  # raised when an older reader would misunderstand the folder
 SHARD_BYTES = 256 * 2**20  # a guess: few files, and blocks that fit beside other things in memory
 
-_OURS = ("format", "format_version", "package_version", "arrays")
+_OURS = ("format", "format_version", "package_version", "arrays", "checksum")
 _SHARD = re.compile(r"[^/\\]+-[0-9a-f]{8}-[0-9]{5,}\.safetensors")
 
 
@@ -84,7 +86,8 @@ def write_folder(
             name: _write_array(partial, f"{name}-{token}", name, array, shard_bytes) for name, array in arrays.items()
         }
         with _synced(partial / "meta.json") as file:
-            file.write(json.dumps({**meta, "arrays": index}, indent=1, allow_nan=False).encode())
+            whole = {**meta, "arrays": index}
+            file.write(json.dumps({**whole, "checksum": _checksum(whole)}, indent=1, allow_nan=False).encode())
         _sync_folder(partial)
         _put_in_place(partial, path)
     except OSError as error:
@@ -229,6 +232,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
                 f"{path} has no meta.json, which is written last: no result, or one cut short."
             ) from None
         raise DamagedResult(f"There is no result at {path}: no such folder.") from None
+    except IsADirectoryError:
+        raise DamagedResult(f"{file} is a folder and should be a file; the result was changed.") from None
     except NotADirectoryError:
         raise DamagedResult(f"{path} is a file; a result is a folder with a meta.json.") from None
     except ValueError as error:
@@ -248,7 +253,18 @@ def _read_meta(path: Path) -> dict[str, Any]:
         whole = False
     if not whole:
         raise DamagedResult(f"{file} lacks its format version, kind or arrays; it was changed.")
+    if meta.pop("checksum", None) != _checksum(meta):
+        raise DamagedResult(
+            f"{file} has changed since it was written (its checksum differs or is missing). Restore it, or compute "
+            "the result again."
+        )
     return meta
+
+
+def _checksum(meta: Mapping[str, Any]) -> int:
+    """The CRC-32 of what a meta.json says, whatever its spacing and the order of its keys."""
+    said = json.loads(json.dumps(meta))  # as JSON gives it back: keys are texts, tuples lists
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
 
 def _check_place(path: Path, kind: str) -> None:

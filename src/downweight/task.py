@@ -3,24 +3,31 @@
 import contextlib
 import copy
 import hashlib
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from downweight.errors import InvalidInput, InvalidType, NonFinite
+from downweight.errors import DownweightError, InvalidInput, InvalidType, NonFinite
+from downweight.identity import absorb, digest, outline
 from downweight.linearization import Linearization
-from downweight.losses import Loss, as_loss
+from downweight.losses import Loss, as_loss, check_row_by_row, require_finite
 from downweight.rows import Inputs, Rows, TensorRows, as_rows, chunks, map_tensors, tensors_of
+from downweight.settings import nonnegative
 from downweight.shapes import Float, Int, Shaped
+
+_PROBE_ROWS = 3
+_NO_HOOKS = "hooks on saved tensors (activation checkpointing, save_on_cpu) are not supported"
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,14 @@ class Task:
     function is called; it need not be a minimiser. Removing row i takes wᵢ L(zᵢ)/N out of J.
 
     model: any module whose rows do not see each other; outputs (B, C) or (B, T, C). It is evaluated
-        in eval mode and left as it was.
+        in eval mode, what it writes to its buffers and weights is written to copies, and it is left
+        as it was.
     loss: "cross_entropy", "squared_error" (½‖y − t‖²), "binary_cross_entropy" (on logits), or a
         `Loss` of one's own. A row's loss is the sum over its outputs and positions, times
         `loss_scale`.
     train: (inputs, targets), inputs a tensor, a dict or a tuple of tensors; or a map-style dataset.
     parameters: names to restrict the analysis to; every other parameter counts as a constant.
+    row_ids: names of the rows in results: texts, finite numbers, or tuples of these.
     forward: callable(model, inputs) -> outputs, where calling the model is not enough.
     """
 
@@ -102,8 +111,8 @@ class Task:
         # A compiled module has no double backward; its original computes the same.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self.loss = as_loss(loss)
-        self.l2 = _nonnegative(l2, "l2")
-        self.loss_scale = _nonnegative(loss_scale, "loss_scale")
+        self.l2 = nonnegative(l2, "l2")
+        self.loss_scale = nonnegative(loss_scale, "loss_scale")
         if self.loss_scale == 0:
             raise InvalidInput("loss_scale is 0; expected a positive number.")
         if forward is not None and not callable(forward):
@@ -112,6 +121,7 @@ class Task:
         self._caller = _Caller(self.model, forward)
         self._slots = _slots(self.model)
         self._override: dict[str, Tensor] = {}
+        self._written: frozenset[str] = frozenset()  # parameters that the forward pass changes in place
         self.origin: Origin | None = None
         self.names = _choose_parameters(self.model, parameters)
         chosen = dict(self.model.named_parameters())
@@ -119,12 +129,12 @@ class Task:
         first = chosen[self.names[0]]
         self.dtype, self.device = first.dtype, first.device
         _check_parameters(chosen, self.dtype, self.device)
+        _check_layers(self.model)
         self.rows = self.read_rows(train, "train")
         self.weights = _check_weights(weights, len(self.rows), self.device)
-        self.row_ids = None if row_ids is None else list(row_ids)
-        if self.row_ids is not None and len(self.row_ids) != len(self.rows):
-            raise InvalidInput(f"row_ids has {len(self.row_ids)} entries for {len(self.rows)} training rows.")
+        self.row_ids = _check_row_ids(row_ids, len(self.rows))
         self.output_shape = self._probe()
+        self._check_derivatives(map_tensors(lambda tensor: tensor[:1], self.rows.read(torch.arange(1))[0]))
         self._check_targets(self.rows, "train")
 
     def __len__(self) -> int:
@@ -147,6 +157,12 @@ class Task:
     def params(self) -> dict[str, Tensor]:
         """The covered parameters by name, detached: θˢ, or what `with_parameters` was given."""
         live = self._values()
+        for name in self.names:
+            if (live[name].dtype, live[name].device) != (self.dtype, self.device):
+                raise InvalidType(
+                    f"Parameter {name} is {live[name].dtype} on {live[name].device}, and was {self.dtype} on "
+                    f"{self.device} when the task was made. Make the Task after model.double(), .float() or .to()."
+                )
         return {name: live[name] for name in self.names}
 
     def _values(self) -> dict[str, Tensor]:
@@ -161,7 +177,7 @@ class Task:
 
     def with_parameters(self, flat: Shaped[Tensor, " d"]) -> "Task":
         """The same task at other parameters; the model is not touched."""
-        flat = torch.as_tensor(flat)
+        flat = _as_tensor(flat, "with_parameters got", f"({self.size},)")
         if flat.shape != (self.size,):
             raise InvalidInput(
                 f"with_parameters got a tensor of shape {tuple(flat.shape)}; expected "
@@ -189,6 +205,9 @@ class Task:
             raise InvalidInput(
                 f"The state dict does not fit the model: unknown {unknown}, missing or of another shape {wrong}."
             )
+        for name in {name for name, _ in self.model.named_parameters()} & state.keys():
+            if not bool(state[name].isfinite().all()):
+                raise NonFinite(f"{name} of the state dict has NaN or infinite values (did training diverge?).")
         task = copy.copy(self)
         task._override = self._override | {
             name: state[name].detach().to(value).clone() for name, value in values.items() if name in state
@@ -250,9 +269,9 @@ class Task:
         return as_rows(data, self.device, self.dtype, what)
 
     def query_rows(self, data: Any, what: str = "queries") -> Rows:
-        """As `read_rows`, with the targets checked against the model's outputs."""
+        """As `read_rows`, checked against the training rows and the model."""
         rows = self.read_rows(data, what)
-        self._check_row_shapes(rows, what)
+        self._check_inputs(rows, what)
         self._check_targets(rows, what)
         return rows
 
@@ -273,6 +292,9 @@ class Task:
     def forward(self, params: dict[str, Tensor], inputs: Inputs) -> Shaped[Tensor, "B *out"]:
         """Outputs at any parameters, (B, C) or (B, T, C); autograd sees `params` only."""
         values = self._values() | params
+        # A buffer that counts and an embedding with max_norm are written to by forward: to copies, not to the user's.
+        for name in {name for name, _ in self.model.named_buffers()} - params.keys() | self._written:
+            values[name] = values[name].clone()
         swapped = {f"model.{slot}": values[name] for slot, name in self._slots}
         # Ties are in the slots. torch's own tie_weights swaps a module that is registered twice twice, and leaves the
         # user's model with the swapped tensors.
@@ -288,8 +310,7 @@ class Task:
         """The outputs of these inputs at the task's parameters, without a graph."""
         rows = TensorRows(inputs, torch.zeros(len(tensors_of(inputs)[0][1])), self.device, self.dtype)
         moved, _ = rows.read(torch.arange(len(rows)))
-        with self.evaluating(), torch.no_grad():
-            return self.forward(self.params, moved)
+        return self._attempt(self.params, moved, "outputs")
 
     def linearize(self, inputs: Inputs, cotangent: Callable[[Tensor], Tensor] | None = None) -> Linearization:
         params = self.params
@@ -313,6 +334,8 @@ class Task:
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_exact_kernels(recurrent))
+            if "torch._dynamo" in sys.modules:  # a part that is compiled has no double backward
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
             torch.backends.mha.set_fastpath_enabled(False)
             for module, mode in modes:
@@ -352,7 +375,7 @@ class Task:
                 seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        few = torch.arange(min(4, len(self)))
+        few = torch.arange(min(3, len(self)))
         inputs, _ = self.rows.read(few)
         with self.evaluating(), saved_tensors_hooks(count, lambda tensor: tensor):
             # Held until the sum is taken, so that no address is counted twice.
@@ -417,55 +440,65 @@ class Task:
 
     # -- identity ---------------------------------------------------------------------------
 
-    @cached_property
-    def _data_fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
+        """What identifies the task: θˢ, the rest of the model, training inputs and targets, loss, l2, dtype, weights.
+
+        Made from what is there now: model and data are the user's, who may change them in place. "outputs", their
+        norms on the first rows, tells apart what a description of a model cannot (an activation that is an
+        attribute, a global variable); three digits, so that another device gives the same.
+        """
         inputs, targets = hashlib.sha256(), hashlib.sha256()
         for chunk in chunks(torch.arange(len(self)), 4096):
             part, target = self.rows.read(chunk)
             for _, tensor in tensors_of(part):
-                inputs.update(_bytes(tensor))
-            targets.update(_bytes(target))
-        return {"inputs": inputs.hexdigest(), "targets": targets.hexdigest()}
-
-    def fingerprint(self) -> dict[str, str]:
-        """What identifies the task: θˢ, training inputs and targets, loss, l2, dtype, weights."""
-        settings = [
-            self.loss.name,
-            _code(getattr(self.loss, "function", None)),
-            _code(self._forward),
-            repr(self.l2),
-            repr(self.loss_scale),
-            str(self.dtype),
-            repr(self.names),
-            "" if self.weights is None else hashlib.sha256(_bytes(self.weights)).hexdigest(),
-        ]
+                absorb(inputs, tensor)
+            absorb(targets, target)
+        values = self._values()
+        first, _ = self.rows.read(torch.arange(min(_PROBE_ROWS, len(self))))
+        norms = self._attempt(self.params, first, "train").double().flatten(1).norm(dim=1)
         return {
-            "parameters": hashlib.sha256(_bytes(self.flat)).hexdigest(),
-            **self._data_fingerprint,
-            "settings": hashlib.sha256("\n".join(settings).encode()).hexdigest(),
+            "parameters": digest(self.flat),
+            "model": digest(outline(self.model), *((name, values[name]) for name in values if name not in self.names)),
+            "outputs": " ".join(f"{norm:.3g}" for norm in norms.tolist()),
+            "inputs": inputs.hexdigest(),
+            "targets": targets.hexdigest(),
+            "settings": digest(
+                self.loss, self._forward, self.l2, self.loss_scale, self.dtype, self.names, self.weights
+            ),
         }
 
     # -- checks -----------------------------------------------------------------------------
 
     def _probe(self) -> tuple[int, ...]:
         """The outputs' shape a row; refuses outputs that depend on the batch or on chance."""
-        few = torch.arange(min(3, len(self.rows)))
+        few = torch.arange(min(_PROBE_ROWS, len(self.rows)))
         inputs, _ = self.rows.read(few)
         alone = map_tensors(lambda tensor: tensor[:1], inputs)
-        with self.evaluating(), torch.no_grad():
-            together = self.forward(self.params, inputs)
-            try:
-                single = self.forward(self.params, alone)
-            except Exception as error:
-                raise InvalidInput(
-                    f"The model runs on a batch of {len(few)} rows and fails on a single one ({error}). Rows must not "
-                    "see each other: influence of a row is not defined where batch statistics enter its outputs."
-                ) from error
+        copies = {name: value.clone() for name, value in self._values().items()}
+        together = self._attempt(copies, inputs, "train")
+        self._written = frozenset(
+            name
+            for name, value in self.model.named_parameters()
+            if copies[name]._version or not torch.equal(copies[name], value)
+        )
+        try:
+            single = self._attempt(self.params, alone, "train")
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"The model runs on a batch of {len(few)} rows and fails on a single one ({error.__cause__}). Rows "
+                "must not see each other: influence of a row is not defined where batch statistics enter its outputs."
+            ) from error
         if together.dim() not in (2, 3) or len(together) != len(few):
             raise InvalidInput(
                 f"The model gives outputs of shape {tuple(together.shape)} for {len(few)} rows; "
                 "expected (B, C) or (B, T, C), rows first. Reshape them with forward=, for example "
                 "forward=lambda model, x: model(x).flatten(1)."
+            )
+        if single.shape != (1, *together.shape[1:]):
+            raise InvalidInput(
+                f"The model gives outputs of shape {tuple(together.shape)} for {len(few)} rows and "
+                f"{tuple(single.shape)} for one; expected (1, …) for one. A .squeeze() in it drops the dimension over "
+                "rows as well: use .squeeze(-1)."
             )
         if not bool(together.isfinite().all()):
             raise NonFinite(
@@ -482,15 +515,55 @@ class Task:
             )
         return tuple(together.shape[1:])
 
-    def _check_row_shapes(self, rows: Rows, what: str) -> None:
+    def _attempt(self, values: dict[str, Tensor], inputs: Inputs, what: str) -> Shaped[Tensor, "B *out"]:
+        """Outputs without a graph; an error of the model's own is told as one of these rows."""
+        try:
+            with self.evaluating(), torch.no_grad():
+                return self.forward(values, inputs)
+        except (DownweightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"{what}: the model refuses these rows, {_described(inputs)} ({type(error).__name__}: {error}). Give "
+                "inputs as the model takes them: a tensor for model(x), a dict for model(**x), a tuple for model(*x); "
+                "or call it with forward=."
+            ) from error
+
+    def _check_derivatives(self, inputs: Inputs) -> None:
+        """Refuse, on one row, a model that autograd cannot differentiate or for which it is silently wrong."""
+        try:
+            with self.evaluating(), disable_saved_tensors_hooks(_NO_HOOKS), warnings.catch_warnings():
+                # What a checkpoint says when it cuts off its part of the graph.
+                warnings.filterwarnings("error", "None of the inputs have requires_grad")
+                at = self.linearize(inputs)
+                at.pull(torch.zeros_like(at.outputs).unsqueeze(0))
+        except (DownweightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"The model's outputs cannot be differentiated by its parameters ({type(error).__name__}: {error}). "
+                f"Its layers are {self.layers}. Switch activation checkpointing off (torch.utils.checkpoint), and "
+                "write custom autograd functions in plain operations."
+            ) from error
+
+    def _check_inputs(self, rows: Rows, what: str) -> None:
+        """Refuse rows of another make than the training rows, and rows that the model does."""
         inputs, _ = rows.read(torch.arange(1))
         expected, _ = self.rows.read(torch.arange(1))
-        for (name, one), (_, two) in zip(tensors_of(inputs), tensors_of(expected), strict=False):
-            if one.shape[1:] != two.shape[1:] and one.dim() != two.dim():
-                raise InvalidInput(
-                    f"{what}: {name} of a row have shape {tuple(one.shape[1:])}, the training rows "
-                    f"have {tuple(two.shape[1:])}."
-                )
+        made, asked = (
+            {name: tensor.is_floating_point() for name, tensor in tensors_of(part)} for part in (expected, inputs)
+        )
+        if made != asked:
+            raise InvalidInput(
+                f"{what}: a row is {_described(inputs)}, and a training row is {_described(expected)}. Give the same "
+                "names or places, floats where they are floats and integers where they are integers."
+            )
+        outputs = self._attempt(self.params, inputs, what)
+        if outputs.dim() != 1 + len(self.output_shape) or outputs.shape[-1] != self.output_shape[-1]:
+            raise InvalidInput(
+                f"{what}: {_described(inputs)} a row gives outputs of shape {tuple(outputs.shape)}; a training row, "
+                f"{_described(expected)}, gives {(1, *self.output_shape)}."
+            )
 
     def _check_targets(self, rows: Rows, what: str) -> None:
         """Check all targets that are held; those of a streamed dataset when they are read."""
@@ -501,15 +574,14 @@ class Task:
             self.loss.check(outputs, rows.targets, what)
 
     def check_chunk(self, rows: Rows, outputs: Tensor, targets: Tensor, index: Tensor, what: str) -> None:
-        """Refuse non-finite outputs, naming the row; check the targets of streamed rows."""
-        finite = outputs.isfinite().reshape(len(outputs), -1).all(1)
-        if not bool(finite.all()):
-            row = int(index[int((~finite).nonzero()[0])])
-            raise NonFinite(
-                f"The model's outputs for row {row} of {what} are NaN or infinite. Check that row, and the parameters."
-            )
+        """Refuse outputs and losses that are not finite, naming the row, and what only real outputs can show."""
+        require_finite(outputs, f"The model's outputs for {what}", index)
         if not isinstance(rows, TensorRows):
             self.loss.check(outputs, targets, what)
+        if not self.loss.convex:  # a user's own
+            check_row_by_row(self.losses, outputs, targets, f"{what}: the loss {self.loss.name}")
+            with torch.no_grad():
+                require_finite(self.losses(outputs, targets), f"The loss {self.loss.name} for {what}", index)
 
 
 def _slots(model: nn.Module) -> list[tuple[str, str]]:
@@ -529,24 +601,43 @@ def _column(weights: Tensor, like: Tensor, position: int) -> Tensor:
     return weights.to(like.dtype).reshape(shape)
 
 
-def _nonnegative(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        raise InvalidType(f"{name} is a {type(value).__name__}; expected a number >= 0.")
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise InvalidInput(f"{name} is {number:g}; expected a finite number >= 0.")
-    return number
-
-
 def _check_weights(weights: Any, count: int, device: torch.device) -> Tensor | None:
     if weights is None:
         return None
-    weights = torch.as_tensor(weights).detach().to(device, torch.float64)
+    weights = _as_tensor(weights, "weights is", f"({count},)").detach().to(device, torch.float64)
     if weights.shape != (count,):
         raise InvalidInput(f"weights have shape {tuple(weights.shape)}; expected one a training row, ({count},).")
     if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
         raise InvalidInput("weights must be finite and >= 0; a negative weight is no cost.")
     return weights
+
+
+def _as_tensor(value: Any, got: str, shape: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidType(f"{got} {value!r}; expected numbers in a tensor of shape {shape}.") from error
+
+
+def _check_row_ids(row_ids: Any, count: int) -> list[Any] | None:
+    if row_ids is None:
+        return None
+    if isinstance(row_ids, str | bytes) or not isinstance(row_ids, Iterable):
+        raise InvalidType(f"row_ids is {row_ids!r}; expected a list of {count} texts, numbers or tuples of these.")
+    ids = [_row_id(entry) for entry in row_ids]
+    if len(ids) != count:
+        raise InvalidInput(f"row_ids has {len(ids)} entries for {count} training rows.")
+    return ids
+
+
+def _row_id(entry: Any) -> Any:
+    """An id as a file can hold it: a text, a finite number, or a tuple of these."""
+    if isinstance(entry, tuple):
+        return tuple(_row_id(part) for part in entry)
+    plain = entry.item() if isinstance(entry, Tensor | np.generic) and math.prod(entry.shape) == 1 else entry
+    if isinstance(plain, str | int) or (isinstance(plain, float) and math.isfinite(plain)):
+        return plain
+    raise InvalidInput(f"row_ids has the entry {entry!r}; expected texts, finite numbers, or tuples of these.")
 
 
 def _choose_parameters(model: nn.Module, chosen: Sequence[str] | None) -> tuple[str, ...]:
@@ -570,6 +661,15 @@ def _choose_parameters(model: nn.Module, chosen: Sequence[str] | None) -> tuple[
             f"parameters. Choose from {trainable}."
         )
     return tuple(name for name in trainable if name in set(chosen))
+
+
+def _check_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InvalidInput(
+                f"Layer {name or type(model).__name__} has sparse gradients, which have no second derivative. Set its "
+                "attribute sparse to False for the analysis; its outputs stay the same."
+            )
 
 
 def _check_parameters(params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
@@ -608,17 +708,5 @@ def _exact_kernels(recurrent: bool) -> Iterator[None]:
             setattr(holder, name, value)
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    return header + tensor.detach().cpu().contiguous().numpy().tobytes()
-
-
-def _code(function: Any) -> str:
-    """What a callable does, as far as that can be told: its name and its source."""
-    if function is None:
-        return ""
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    try:
-        return name + inspect.getsource(function)
-    except (OSError, TypeError):
-        return name
+def _described(inputs: Inputs) -> str:
+    return ", ".join(f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype}" for name, tensor in tensors_of(inputs))

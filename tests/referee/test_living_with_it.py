@@ -1,5 +1,7 @@
 """Living with it: items 19 to 24, memory, the user's model, randomness, files, imports and progress."""
 
+import copy
+import functools
 import json
 import os
 import pty
@@ -372,6 +374,119 @@ def test_22_saving_over_an_answer_never_mixes_two(saved, tmp_path):
         loaded = dw.Scores.load(folder)
         assert loaded.damping == 0.9
         assert torch.equal(loaded.values, other.values)
+
+
+# 22, continued: what tells two tasks apart
+
+
+class Scaled:
+    """A loss of a user's own with a setting."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def value(self, outputs, targets):
+        return self.scale * nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class Activated(nn.Module):
+    """Its activation is an attribute that no description shows."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.layers, self.activation = nn.Linear(4, 3), activation
+
+    def forward(self, x):
+        return self.activation(self.layers(x))
+
+
+def power(outputs, targets, exponent):
+    return (outputs - nn.functional.one_hot(targets, 3)).pow(exponent).sum(-1)
+
+
+def times(factor):
+    return lambda model, x: factor * model(x)
+
+
+def _pairs():
+    """Two tasks each, which share parameters, data and every setting with a name."""
+    made = classification(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)), (4,), 3)
+    model = made.model.double().eval()
+    relu = nn.Sequential(*model[:2], nn.ReLU(), model[3]).eval()
+    moved, thawed = copy.deepcopy(model), copy.deepcopy(model)
+    moved[1].running_mean += 1e-6
+    thawed[0].weight.data += 1e-6
+    some = {"parameters": ["3.weight", "3.bias"]}
+    layers = Activated(torch.tanh), Activated(torch.relu)
+    layers[1].load_state_dict(layers[0].state_dict())
+
+    def tasks(models=(model, model), losses=("cross_entropy", "cross_entropy"), **settings):
+        return tuple(
+            dw.Task(one.double(), loss, made.train, **{name: value[place] for name, value in settings.items()})
+            for place, (one, loss) in enumerate(zip(models, losses, strict=True))
+        )
+
+    return {
+        "activation module": tasks((model, relu)),
+        "activation attribute": tasks(layers),
+        "running mean": tasks((model, moved)),
+        "uncovered parameters": tasks((model, thawed), parameters=(some["parameters"],) * 2),
+        "loss object": tasks(losses=(Scaled(1.0), Scaled(1.001))),
+        "partial loss": tasks(losses=tuple(functools.partial(power, exponent=n) for n in (2, 4))),
+        "closure": tasks(forward=(times(1.0), times(1.001))),
+        "default": tasks(forward=(lambda model, x, by=1.0: by * model(x), lambda model, x, by=1.001: by * model(x))),
+    }
+
+
+@pytest.mark.parametrize("name", list(_pairs()))
+def test_22_every_part_of_a_task_is_in_its_fingerprint(name, tmp_path):
+    """A hash of the weights alone: another activation, running mean or setting of a loss passes for the same."""
+    one, other = _pairs()[name]
+    queries = classification(nn.Linear(4, 3), (4,), 3).queries
+    dw.influence(one, queries=queries, damping=1.0).save(tmp_path / "answer")
+    assert dw.Scores.load(tmp_path / "answer", expect=one)
+    with pytest.raises(dw.ForeignResult):
+        dw.Scores.load(tmp_path / "answer", expect=other)
+
+
+def test_22_the_fingerprint_is_that_of_another_process():
+    """Addresses in a description, or a random hash seed: a result that its own script refuses tomorrow."""
+    code = """
+        import functools, torch, downweight as dw
+        torch.manual_seed(0)
+        class Named(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.by = torch.nn.Linear(3, 2), functools.partial(torch.mul, other=2.0)
+            def extra_repr(self):
+                return f"{self.by}, {(lambda: 0)}"
+            def forward(self, x):
+                return self.by(self.layer(x))
+        names = {"a", "b", "c"}
+        def loss(outputs, targets, scale=len(names)):
+            return scale * len(names) * (outputs - targets).square().sum(-1)
+        task = dw.Task(Named(), functools.partial(loss, scale=2.0), (torch.ones(4, 3), torch.ones(4, 2)),
+                       forward=lambda model, x: model(x) if names else x)
+        print(task.fingerprint())
+    """
+    one, two = run_python(code), run_python(code)
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == two.stdout
+
+
+def test_22_data_changed_in_place_is_other_data(tmp_path):
+    """A fingerprint that is remembered while the data, held by reference, moves on."""
+    made = copy.deepcopy(CASES["mlp_smooth"]())
+    inputs, targets = made.train
+    task = dw.Task(made.model, made.loss, (inputs, targets))
+    dw.influence(task, queries=made.queries, damping=0.1).save(tmp_path / "answer")
+    targets[5] = (targets[5] + 1) % 3
+    with pytest.raises(dw.ForeignResult, match="targets"):
+        dw.Scores.load(tmp_path / "answer", expect=task)
+    targets[5] = (targets[5] + 2) % 3
+    inputs.numpy()[2, 1] += 1  # behind torch's back
+    with pytest.raises(dw.ForeignResult, match="inputs"):
+        dw.Scores.load(tmp_path / "answer", expect=task)
 
 
 # 23: dependencies

@@ -1,5 +1,8 @@
 """Meaning: items 16 to 18, the sign, the unit and the damping of a score."""
 
+import re
+
+import pytest
 import torch
 from torch import nn
 
@@ -153,3 +156,29 @@ def test_18_damping_does_not_depend_on_the_layer():
     scores = dw.influence(task_of("cnn"), queries=made.queries, damping=1e8).values
     expected = oracle.measurement_gradients(made.queries) @ oracle.gradients.T / made.rows / 1e8
     torch.testing.assert_close(scores, expected, rtol=1e-7, atol=1e-18)
+
+
+def test_18_a_relative_damping_is_asked_for_by_name_and_printed(capsys):
+    """A fraction of the mean eigenvalue that is called damping, or that nobody ever sees as a number.
+
+    The λ is absolute once it is made, printed, and the same for a seed however memory cuts the work.
+    """
+    for name in ("mlp_smooth", "row_weights"):
+        task, truth = task_of(name), oracle_of(name).system("gauss_newton", 0.0).diagonal().mean().item()
+        chosen = dw.relative_damping(task, 0.1, probes=4000, seed=3)
+        printed = capsys.readouterr().out
+        mean, error = (float(word) for word in re.findall(r"eigenvalue (\S+) ± (\S+) of Gauss-Newton", printed)[0])
+        assert abs(chosen / 0.1 - truth) < 4 * error < 0.1 * truth
+        assert abs(mean - truth) < 4 * error
+        assert float(re.findall(r"λ = (\S+):", printed)[0]) == float(f"{chosen:.6g}")
+        cut = dw.relative_damping(task, 0.1, probes=4000, seed=3, memory_limit="100 KB")
+        assert abs(cut - chosen) <= 1e-12 * chosen
+        assert dw.relative_damping(task, 0.2, probes=10, seed=3) != dw.relative_damping(task, 0.2, probes=10, seed=4)
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize("arguments", [{"fraction": 0.0}, {"fraction": -1.0}, {"probes": 1}, {"seed": -1}], ids=str)
+def test_18_a_relative_damping_that_is_none(arguments):
+    """Nothing is computed for a fraction that gives no damping."""
+    with pytest.raises(dw.InvalidInput, match=next(iter(arguments))):
+        dw.relative_damping(task_of("mlp_smooth"), **{"fraction": 0.1, **arguments})

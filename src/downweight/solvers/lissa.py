@@ -12,6 +12,7 @@ from downweight.curvature.lanczos import lanczos
 from downweight.curvature.operator import Damped, Operator
 from downweight.errors import InvalidInput, SingularSystem
 from downweight.progress import track
+from downweight.settings import number, whole
 from downweight.shapes import Float
 from downweight.solvers.solver import (
     Indefinite,
@@ -75,11 +76,12 @@ class LiSSA:
     rtol: float = 1e-2
 
     def __post_init__(self):
-        if self.scale is not None and not (math.isfinite(self.scale) and self.scale > 0):
+        if self.scale is not None and number(self.scale, "scale") <= 0:
             raise InvalidInput(f"scale is positive and finite, or None to find one; got {self.scale!r}.")
         check_count("depth", self.depth)
         check_count("repeats", self.repeats)
         check_count("batch_size", self.batch_size)
+        whole(self.seed, "seed", 0)
         check_rtol(self.rtol)
 
     def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> "Series":

@@ -13,6 +13,7 @@ from downweight.curvature.lanczos import Spectrum, lanczos
 from downweight.curvature.operator import Damped, Operator
 from downweight.errors import IndefiniteSystem, InvalidInput, NonFinite
 from downweight.memory import Budget
+from downweight.settings import number
 from downweight.shapes import Bool, Float, Int
 
 Indefinite = Literal["raise", "allow"]
@@ -23,8 +24,13 @@ State = TypeVar("State")
 ROUNDING = 100.0
 
 
+# A residual so far above 1, that of the zero vector, is no answer cut short. The first steps of CG may exceed 1
+# by less (the root of the condition number bounds them; a few were seen). A guess.
+DIVERGED_ABOVE = 1e3
+
+
 class Result(Enum):
-    """Why a solver stopped; the value is the sentence for humans."""
+    """Why a solver stopped; the value is the sentence for humans. A value that DIVERGED is worth nothing."""
 
     CONVERGED = "reached the tolerance"
     DIRECT = "exact factorisation"
@@ -43,7 +49,7 @@ class Solution:
     """xₖ with A xₖ ≈ vₖ, and for each k how near it came.
 
     `residual` is the true ‖A xₖ − vₖ‖ / ‖vₖ‖ of the value that is returned (0 for vₖ = 0,
-    infinite where the solver diverged), never the one that a recurrence carried along.
+    infinite where the value is not finite), never the one that a recurrence carried along.
     """
 
     value: Float[Tensor, "*K d"]
@@ -91,7 +97,7 @@ def check_indefinite(indefinite: str) -> None:
 
 
 def check_rtol(rtol: float | None) -> None:
-    if rtol is not None and not 0 < rtol < 1:
+    if rtol is not None and not 0 < number(rtol, "rtol") < 1:
         raise InvalidInput(f"rtol is the relative residual to reach, between 0 and 1; got {rtol!r}.")
 
 
@@ -344,6 +350,11 @@ def refine(ready: Iteration, vectors: Float[Tensor, "K d"], correct: Correct) ->
         rest = rest[going]
         active = [active[place] for place in going]
 
+    if max(residual, default=0.0) > DIVERGED_ABOVE:
+        result = [
+            Result.DIVERGED if left > DIVERGED_ABOVE else found for left, found in zip(residual, result, strict=True)
+        ]
+        messages.append("the solution grew without bound, which says that the system is singular; raise the damping")
     value = shifted(value, powers, 1)
     if not bool(torch.isfinite(value).all()):
         raise NonFinite(f"A solution exceeds the range of {vectors.dtype}; use float64 or scale the vectors.")
