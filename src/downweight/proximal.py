@@ -27,8 +27,8 @@ from downweight.errors import MemoryLimit
 from downweight.memory import Budget
 from downweight.objectives import GaussNewton
 from downweight.progress import track
-from downweight.rows import chunks
-from downweight.shapes import Float
+from downweight.rows import Inputs, chunks
+from downweight.shapes import Bool, Float
 from downweight.solvers.cg import CG
 from downweight.solvers.dual import Dual, DualState
 from downweight.solvers.solver import Solver, dot, norms
@@ -42,7 +42,8 @@ _FAR = 3.0  # a response this many times as long as its first step is followed f
 _FARTHEST = 10.0  # and one this long is let go
 _STAGE = 64  # evaluations in one step of that continuation
 _FINEST = 1 / 64  # of ε: the smallest step of that continuation
-_RESOLUTION = 1e-2  # part of a shift that rounding to the parameters' dtype may change
+_RESOLUTION = 1e-2  # part of a response that rounding may change
+_OUTPUT_NOISE = 4.0  # units of rounding in which the outputs of two passes differ by chance. A guess.
 
 
 class Ending(Enum):
@@ -283,8 +284,6 @@ class _Work:
         work = 0.2 * matrix.budget.available() / max(1, self.count + 1)
         self.rows = int(max(1, min(len(task), work // task.row_bytes)))
         self.flat = task.flat
-        # In float64 what two kernels make of θˢ differs by too little to matter, so that it is kept.
-        self.reference: list[Tensor] | None = None
 
     # -- the objective
 
@@ -308,14 +307,14 @@ class _Work:
         for leaf in positions.values():
             leaf.requires_grad_()
         with task.evaluating():
-            for place, index in enumerate(chunks(torch.arange(len(task)), self.rows)):
+            for index in chunks(torch.arange(len(task)), self.rows):
                 inputs, targets = task.rows.read(index)
                 removed = self.removed[which][:, index.to(task.device)] * (self.epsilon * scale)[:, None]
                 held = 1 / len(task) - removed
                 weights = task.weights_of(index)
                 if weights is not None:
                     held, removed = held * weights, removed * weights
-                still = self._still(place, inputs, len(which))
+                still = self._still(inputs, len(which))
                 for block in self.passes.blocks(len(which)):
                     some = {name: leaf[block] for name, leaf in positions.items()}
                     outputs = self.passes.outputs(some, {}, inputs, shared=True)
@@ -338,20 +337,12 @@ class _Work:
                     gradient[block] += torch.cat([grad.flatten(1) for grad in parts], 1)
         return value, gradient
 
-    def _still(self, place: int, inputs, count: int) -> Tensor:
-        """f(θˢ) by the kernels that the replicas pass, so that the difference vanishes bit for bit where they agree."""
-        task = self.task
-        exact = task.dtype == torch.float64
-        if exact and self.reference is not None and place < len(self.reference):
-            return self.reference[place].expand(count, *self.reference[place].shape)
+    def _still(self, inputs: Inputs, count: int) -> Tensor:
+        """f(θˢ), riding along through the kernels that the replicas pass, so that at θ = θˢ the difference is 0."""
+        alone = count if self.passes.batched else 1
         with torch.no_grad():
-            alone = count if self.passes.batched else 1
-            outputs = self.passes.outputs(stack(task, alone), {}, inputs, shared=True)
-        if not exact:
-            return outputs.expand(count, *outputs.shape[1:])
-        self.reference = [] if self.reference is None else self.reference
-        self.reference.append(outputs[0].clone())
-        return self.reference[place].expand(count, *self.reference[place].shape)
+            outputs = self.passes.outputs(stack(self.task, alone), {}, inputs, shared=True)
+        return outputs.expand(count, *outputs.shape[1:])
 
     # -- from θˢ to the response
 
@@ -369,7 +360,8 @@ class _Work:
         if moving:
             shift[moving] = -self.matrix.solve(start.gradient[moving], moving)  # the Gauss-Newton step from θˢ
             self.first = norms(shift)
-            endings |= {k: Ending.RESOLUTION for k in moving if self._lost(shift[k])}
+            lost = self._lost(shift[moving])
+            endings |= {k: Ending.RESOLUTION for k, gone in zip(moving, lost.tolist(), strict=True) if gone}
             going = [k for k in moving if k not in endings]
             found = (
                 self._descend(start.at(going), going, one[going], settings, kinked, endings) if going else start.at([])
@@ -384,10 +376,14 @@ class _Work:
         said = tuple(words.get(k, ending.value) for k, ending in enumerate(known))
         return Answer(shift, relative, known, said, tuple(self.evaluations))
 
-    def _lost(self, shift: Float[Tensor, " d"]) -> bool:
-        """Whether rounding θˢ + δ to the parameters' dtype changes δ itself."""
+    def _lost(self, shift: Float[Tensor, "k d"]) -> Bool[Tensor, " k"]:
+        """Whether rounding hides a response: that of θˢ + δ changes δ, or that of the outputs their movement."""
+        eps = torch.finfo(self.task.dtype).eps
         held = (self.flat + shift).double() - self.flat.double()
-        return bool((held - shift.double()).norm() > _RESOLUTION * shift.double().norm())
+        coarse = norms(held - shift.double()) > _RESOLUTION * norms(shift)
+        start = self._outputs(torch.zeros_like(shift))[:1]
+        moved = (self._outputs(shift) - start).double().flatten(1).norm(dim=1)
+        return coarse | (moved < _OUTPUT_NOISE / _RESOLUTION * eps * start.double().norm())
 
     def _follow(
         self,
@@ -499,7 +495,7 @@ class _Work:
         """Outputs now, (k, N, outputs); what has moved by no more than a part of the response since `seen` is done."""
         outputs = self._outputs(point.shift)
         if seen is not None:
-            start = self._outputs(torch.zeros_like(point.shift[:1]).expand(self.passes.at_least, -1))[:1]
+            start = self._outputs(torch.zeros_like(point.shift))[:1]
             moved, response = ((outputs - other).norm(dim=2).mean(1) for other in (seen, start))
             for place, small in enumerate((moved <= part * response).tolist()):
                 if small and place not in done:
@@ -507,6 +503,9 @@ class _Work:
         return outputs
 
     def _outputs(self, shift: Tensor) -> Float[Tensor, "k N o"]:
+        short = self.passes.at_least - len(shift)
+        if short > 0:
+            return self._outputs(torch.cat([shift, shift[:1].expand(short, -1)]))[: len(shift)]
         params, parts = stack(self.task, len(shift), self.flat + shift), []
         with self.task.evaluating(), torch.no_grad():
             for index in chunks(torch.arange(len(self.task)), self.rows):

@@ -69,6 +69,8 @@ class Gradient:
             own[place, : len(group)] = torch.tensor(list(group), dtype=torch.long)
             real[place, : len(group)] = 1.0
         self.own, self.real = own.to(task.device), real.to(task.device)
+        several = task.device.type == "cuda" and len(passes.blocks(count)) > 1
+        self.streams = [torch.cuda.Stream(task.device) for _ in range(min(_STREAMS, count))] if several else []
 
     def positions(self, leaves: Stacked) -> Stacked:
         """θ of every replica."""
@@ -148,7 +150,7 @@ class Gradient:
             gradients = self._linear(leaves, inputs, targets, fidelity, removal, shared)
         else:
             parts = []
-            for block in _on_streams(self.passes.blocks(len(self.removed)), self.task.device):
+            for block in _on_streams(self.passes.blocks(len(self.removed)), self.streams):
                 own = part(positions, block), part(buffers, block)
                 parts.append(self._block(*own, inputs, targets, fidelity, removal, block, shared))
             gradients = {name: torch.cat([some[name] for some in parts]) for name in leaves}
@@ -236,13 +238,12 @@ class Gradient:
         return gradients
 
 
-def _on_streams(blocks: list[slice], device: torch.device) -> Iterator[slice]:
+def _on_streams(blocks: list[slice], streams: list[torch.cuda.Stream]) -> Iterator[slice]:
     """Each block on one of a few CUDA streams in turn, so that small kernels of several replicas run side by side."""
-    if device.type != "cuda" or len(blocks) < 2:
+    if not streams:
         yield from blocks
         return
-    main = torch.cuda.current_stream(device)
-    streams = [torch.cuda.Stream(device) for _ in range(min(_STREAMS, len(blocks)))]
+    main = torch.cuda.current_stream(streams[0].device)
     for stream in streams:
         stream.wait_stream(main)
     for place, block in enumerate(blocks):
