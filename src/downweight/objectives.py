@@ -9,11 +9,11 @@ r"""The responses as compositions: fidelity − ε Σ_S removal + proximity, and
 Removal is ε = 1/N. The paper (Bae et al. 2022, appendix) drops the square in the proximity term; it is there here.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
-from downweight.errors import InvalidInput, InvalidType
+from downweight.errors import InvalidInput
+from downweight.settings import nonnegative, whole
 
 Fidelity = Literal["cost", "bregman", "quadratic"]
 Start = Literal["initial", "trained"]
@@ -38,8 +38,7 @@ class GaussNewton:
             raise InvalidInput(f"rtol is the relative gradient to reach, between 0 and 1; got {self.rtol!r}.")
         if not 0 < self.settle < 1:
             raise InvalidInput(f"settle is a part of the response, between 0 and 1; got {self.settle!r}.")
-        if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 1:
-            raise InvalidInput(f"max_steps is a whole number and at least 1, got {self.max_steps!r}.")
+        object.__setattr__(self, "max_steps", whole(self.max_steps, "max_steps", 1))
 
 
 Optimizer = GaussNewton | Literal["recipe"]
@@ -106,7 +105,7 @@ class Proximal:
     optimizer: Optimizer = field(default="recipe", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_damping(self.damping)
+        object.__setattr__(self, "damping", nonnegative(self.damping, "damping"))
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class ProximalBregman:
     start: ClassVar[Start] = "trained"
 
     def __post_init__(self) -> None:
-        _check_damping(self.damping)
+        object.__setattr__(self, "damping", nonnegative(self.damping, "damping"))
         _check_optimizer(self.optimizer)
 
 
@@ -143,7 +142,7 @@ class LinearizedProximalBregman:
     start: ClassVar[Start] = "trained"
 
     def __post_init__(self) -> None:
-        _check_damping(self.damping)
+        object.__setattr__(self, "damping", nonnegative(self.damping, "damping"))
         _check_optimizer(self.optimizer)
 
 
@@ -156,13 +155,6 @@ LABELS = {
     "linearized": "linearised PBRF",
     "influence": "influence",
 }
-
-
-def _check_damping(damping: object) -> None:
-    if isinstance(damping, bool) or not isinstance(damping, int | float):
-        raise InvalidType(f"damping is {damping!r}; expected a number, the λ of the proximity term.")
-    if not (math.isfinite(damping) and damping >= 0):
-        raise InvalidInput(f"damping is {damping:g}; expected a finite number >= 0, the λ of the proximity term.")
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -42,7 +42,6 @@ _FAR = 3.0  # a response this many times as long as its first step is followed f
 _FARTHEST = 10.0  # and one this long is let go
 _STAGE = 64  # evaluations in one step of that continuation
 _FINEST = 1 / 64  # of ε: the smallest step of that continuation
-_RESOLUTION = 1e-2  # part of a response that rounding may change
 _OUTPUT_NOISE = 4.0  # units of rounding in which the outputs of two passes differ by chance. A guess.
 
 
@@ -51,7 +50,8 @@ class Ending(Enum):
 
     GRADIENT = "converged: the relative gradient reached the tolerance"
     SETTLED = "converged: on kinks of the network; the second half of the work did not move its outputs"
-    ZERO = "the removed rows have no gradient; nothing moves"
+    ZERO = "the removed rows have no gradient, or no weight is taken off them; nothing moves"
+    LINEAR = "converged: so small that it is its linearisation"
     STEPS = "reached max_steps before the tolerance"
     STAGNATED = "no descent left along the step, and not settled"
     CURVATURE = "negative curvature along the last step: not a minimum"
@@ -60,7 +60,7 @@ class Ending(Enum):
 
     @property
     def ok(self) -> bool:
-        return self in (Ending.GRADIENT, Ending.SETTLED, Ending.ZERO)
+        return self in (Ending.GRADIENT, Ending.SETTLED, Ending.ZERO, Ending.LINEAR)
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,15 +360,22 @@ class _Work:
         if moving:
             shift[moving] = -self.matrix.solve(start.gradient[moving], moving)  # the Gauss-Newton step from θˢ
             self.first = norms(shift)
-            lost = self._lost(shift[moving])
-            endings |= {k: Ending.RESOLUTION for k, gone in zip(moving, lost.tolist(), strict=True) if gone}
+            assert settings.rtol is not None
+            lost = self._lost(shift[moving], settings.rtol)
+            # In float64 what rounding hides is far smaller than any bend of the network: nothing is lost.
+            hidden = Ending.LINEAR if self.task.dtype == torch.float64 else Ending.RESOLUTION
+            endings |= {k: hidden for k, gone in zip(moving, lost.tolist(), strict=True) if gone}
             going = [k for k in moving if k not in endings]
             found = (
                 self._descend(start.at(going), going, one[going], settings, kinked, endings) if going else start.at([])
             )
             for place, k in enumerate(going):
-                far = norms(found.shift[place : place + 1]) > _FAR * self.first[k]
-                if endings[k] in (Ending.LEFT, Ending.CURVATURE, Ending.STAGNATED) or bool(far):
+                far = bool(norms(found.shift[place : place + 1]) > _FAR * self.first[k])
+                # Far from done after all its steps: perhaps on the way out.
+                astray = endings[k] is Ending.STEPS and bool(
+                    norms(found.gradient[place : place + 1]) > self.size[k] / 2
+                )
+                if far or astray or endings[k] in (Ending.LEFT, Ending.CURVATURE, Ending.STAGNATED):
                     found.put([place], self._follow(k, start, settings, kinked, endings, words), [0])
             shift[going] = found.shift
             relative[moving] = (norms(self.evaluate(shift[moving], moving, one[moving])[1]) / self.size[moving]).cpu()
@@ -376,14 +383,14 @@ class _Work:
         said = tuple(words.get(k, ending.value) for k, ending in enumerate(known))
         return Answer(shift, relative, known, said, tuple(self.evaluations))
 
-    def _lost(self, shift: Float[Tensor, "k d"]) -> Bool[Tensor, " k"]:
-        """Whether rounding hides a response: that of θˢ + δ changes δ, or that of the outputs their movement."""
+    def _lost(self, shift: Float[Tensor, "k d"], rtol: float) -> Bool[Tensor, " k"]:
+        """Whether rounding hides a response at this tolerance: θˢ + δ changes δ, or the outputs' own their movement."""
         eps = torch.finfo(self.task.dtype).eps
         held = (self.flat + shift).double() - self.flat.double()
-        coarse = norms(held - shift.double()) > _RESOLUTION * norms(shift)
+        coarse = norms(held - shift.double()) > rtol * norms(shift)
         start = self._outputs(torch.zeros_like(shift))[:1]
         moved = (self._outputs(shift) - start).double().flatten(1).norm(dim=1)
-        return coarse | (moved < _OUTPUT_NOISE / _RESOLUTION * eps * start.double().norm())
+        return coarse | (moved < _OUTPUT_NOISE / rtol * eps * start.double().norm())
 
     def _follow(
         self,

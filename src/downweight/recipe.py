@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from downweight.errors import InvalidInput, InvalidType
+from downweight.settings import nonnegative, whole
 from downweight.shapes import Int
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lbfgs")
@@ -46,15 +47,20 @@ class Recipe:
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("schedule", self.schedule, SCHEDULES)
-        _number("lr", self.lr, above=0)
-        _whole("epochs", self.epochs, least=1)
-        _whole("seed", self.seed, least=0)
-        if self.batch_size is not None:
-            _whole("batch_size", self.batch_size, least=1)
-        for name in ("momentum", "weight_decay", "decay"):
-            _number(name, getattr(self, name), least=0)
-        object.__setattr__(self, "betas", tuple(self.betas))
-        object.__setattr__(self, "milestones", tuple(self.milestones))
+        for name in ("lr", "momentum", "weight_decay", "decay", "eps"):
+            object.__setattr__(self, name, nonnegative(getattr(self, name), name))
+        for name, least in (("epochs", 1), ("seed", 0), ("batch_size", 1)):
+            if name != "batch_size" or self.batch_size is not None:
+                object.__setattr__(self, name, whole(getattr(self, name), name, least))
+        for name in ("betas", "milestones"):
+            if not isinstance(getattr(self, name), list | tuple):
+                raise InvalidType(f"{name} is {getattr(self, name)!r}; expected a tuple of numbers.")
+        object.__setattr__(self, "betas", tuple(nonnegative(beta, "an entry of betas") for beta in self.betas))
+        object.__setattr__(self, "milestones", tuple(whole(at, "an entry of milestones", 0) for at in self.milestones))
+        if self.lr == 0:
+            raise InvalidInput("lr is 0; expected a number above 0.")
+        if len(self.betas) != 2 or max(self.betas) >= 1:
+            raise InvalidInput(f"betas is {self.betas!r}; expected two numbers, at least 0 and less than 1.")
         if self.momentum >= 1:
             raise InvalidInput(f"momentum is {self.momentum:g}; expected at least 0 and less than 1.")
         if self.optimizer != "sgd" and (self.momentum or self.nesterov):
@@ -105,19 +111,3 @@ class Recipe:
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise InvalidInput(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidType(f"{name} is {value!r}; expected a whole number.")
-    if value < least:
-        raise InvalidInput(f"{name} is {value}; expected {least} or more.")
-
-
-def _number(name: str, value: Any, *, least: float | None = None, above: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidType(f"{name} is {value!r}; expected a number.")
-    wrong = not math.isfinite(value) or (least is not None and value < least) or (above is not None and value <= above)
-    if wrong:
-        bound = f"{least:g} or more" if above is None else f"more than {above:g}"
-        raise InvalidInput(f"{name} is {value:g}; expected a finite number, {bound}.")

@@ -1,5 +1,6 @@
 """respond(task, objective, remove): the parameters that a counterfactual training without some rows would reach."""
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ from downweight.linearization import quiet_batching
 from downweight.memory import Budget, parse_bytes
 from downweight.objectives import GaussNewton, Objective, TwoStage
 from downweight.progress import reporting
-from downweight.proximal import proximal_bregman
+from downweight.proximal import Ending, proximal_bregman
 from downweight.recipe import Recipe
 from downweight.rows import TensorRows, tensors_of
 from downweight.scores import require_fingerprint, versions
+from downweight.settings import number
 from downweight.shapes import Bool, Float, Shaped
 from downweight.solvers.solver import norms
 from downweight.stack import Stack, Stacked, learning_modules, stack, unstack
@@ -160,9 +162,7 @@ def respond(
         warn_of_mode(task)
         _check(objective, batch_order)
         removals = check_removals(as_groups(remove, "remove"), len(task))
-        step = 1 / len(task) if epsilon is None else float(epsilon)
-        if not (step == step and abs(step) != float("inf")):
-            raise InvalidInput(f"epsilon is {epsilon}; expected a finite number (1/N removes a row).")
+        step = 1 / len(task) if epsilon is None else number(epsilon, "epsilon")
         folder = None if checkpoint is None else Path(checkpoint)
         started = time.monotonic()
         if isinstance(objective.optimizer, GaussNewton):
@@ -211,7 +211,8 @@ def _to_tolerance(
     if objective.fidelity == "quadratic":
         shift = parameter_shift(task, removals, damping=objective.damping, epsilon=epsilon, memory_limit=memory_limit)
         relative = _relative_gradient(task, objective, removals, epsilon, shift, {})
-        words = tuple("exact solve" for _ in removals)
+        still = _without_gradient(task, removals, epsilon)
+        words = tuple(Ending.ZERO.value if none else "solved, as an influence system is" for none in still)
         tolerance = settings.rtol or (1e-6 if task.dtype == torch.float64 else 1e-3)
         converged = relative <= tolerance
     else:
@@ -268,10 +269,12 @@ def _by_recipe(
     buffers = {name: value.to(task.device) for name, value in ended.buffers.items()}
     relative = _relative_gradient(task, objective, removals, epsilon, shift, buffers)
     tolerance = 1e-6 if task.dtype == torch.float64 else 1e-3
-    converged = (relative <= tolerance) & ended.finite
+    # Without a gradient of the removal the relative one says nothing of where the recipe ended.
+    still = _without_gradient(task, removals, epsilon)
+    converged = (relative <= tolerance) & ended.finite & ~torch.tensor(still)
     words = tuple(
-        _words(recipe, len(epochs), bool(done), bool(finite))
-        for done, finite in zip(converged, ended.finite, strict=True)
+        _words(recipe, len(epochs), bool(done), bool(finite)) + ("; the removed rows have no gradient" if none else "")
+        for done, finite, none in zip(converged, ended.finite, still, strict=True)
     )
     return _response(task, objective, removals, epsilon, batch_order, shift, converged, words, relative, buffers, notes)
 
@@ -319,12 +322,21 @@ def _in_groups(run: Run, start: Stacked, what: str, memory_limit: int | str | No
             "damping": some.problem.damping,
             "exact": some.problem.exact,
             "own_order": some.own_order,
+            "start": _digest(start),
         }
         path = None if folder is None else folder / f"{what}-{group.start:05}-{group.stop:05}"
         label = f"Epochs of {what.replace('_', ' ')}"
         ended.append(run_replicas(some, initial=start, passes=passes, what=label, keep=Keep(path, identity)))
     joined = [{name: torch.cat([e[name] for e in each]) for name in each[0]} for each in _columns(ended)]
     return Trained(joined[0], joined[1], torch.cat([each.finite for each in ended]))
+
+
+def _digest(start: Stacked) -> str:
+    """What identifies the parameters and buffers that a run starts at."""
+    digest = hashlib.sha256()
+    for name, value in start.items():
+        digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _columns(ended: Sequence[Trained]) -> tuple[list[Stacked], list[Stacked]]:
@@ -365,6 +377,16 @@ def _response(
     )
 
 
+def _removal_gradients(task: Task, removals: list[list[int]], epsilon: float) -> Float[Tensor, " R"]:
+    """ε ‖Σ_S ∇L(z, θˢ)‖."""
+    return abs(epsilon) * norms(training(task, removals).vectors(RowGradients(task), 256))
+
+
+def _without_gradient(task: Task, removals: list[list[int]], epsilon: float) -> list[bool]:
+    """Which removals have no gradient, so that they move nothing."""
+    return (_removal_gradients(task, removals, epsilon) == 0).tolist()
+
+
 def _relative_gradient(
     task: Task,
     objective: Objective,
@@ -374,7 +396,7 @@ def _relative_gradient(
     buffers: Stacked,
 ) -> Float[Tensor, " R"]:
     """‖∇ objective(θ)‖ over ε ‖Σ_S ∇L(z, θˢ)‖, 0 where the removal has no gradient; in eval mode."""
-    size = abs(epsilon) * norms(training(task, removals).vectors(RowGradients(task), 256))
+    size = _removal_gradients(task, removals, epsilon)
     problem = Problem(task, objective.fidelity, objective.damping, removals, epsilon)
     passes = Stack.of(task)
     short = max(0, passes.at_least - len(removals))

@@ -16,7 +16,8 @@ Stacked = dict[str, Tensor]  # one (R, *shape) a parameter or buffer
 # On a CPU batched products of wide layers are no faster than one after the other, and those of narrow layers up to ten
 # times (benchmarks/replicas.py). A rule of the model alone: how many replicas run together must not change their bits.
 _NARROW = 300_000
-_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_CONVOLUTIONS = nn.modules.conv._ConvNd
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 def stack(task: Task, count: int, flat: Float[Tensor, "R d"] | None = None) -> Stacked:
@@ -44,7 +45,9 @@ class Stack:
     """How R replicas pass the network: together by `vmap`, or one after the other.
 
     A replica's numbers do not depend on how many pass with it, if at least two do: a batched product of one matrix
-    takes another road through the libraries than that of several.
+    takes another road through the libraries than that of several. On a CPU they are then the same bits where the
+    matrices of all layers and batches fill whole lines of 64 bytes; elsewhere MKL may round a last digit otherwise at
+    another place in the stack (not with MKL_CBWR=AUTO,STRICT in the environment).
     """
 
     task: Task
@@ -53,8 +56,15 @@ class Stack:
     @classmethod
     def of(cls, task: Task) -> "Stack":
         """Together where that is faster and gives what the network gives alone."""
-        wide = task.device.type == "cpu" and task.size > _NARROW
-        if wide or any(isinstance(module, _CONVOLUTIONS) for module in task.model.modules()):
+        on_cpu = task.device.type == "cpu"
+        # Batch norm over stacked replicas is one over more channels, whose rounding depends on a channel's place; and
+        # without a momentum it needs a number that a batch of replicas does not have.
+        alone = (
+            isinstance(module, _CONVOLUTIONS)
+            or (isinstance(module, _BATCH_NORM) and (on_cpu or module.momentum is None))
+            for module in task.model.modules()
+        )
+        if (on_cpu and task.size > _NARROW) or any(alone):
             return cls(task, False)
         inputs, _ = task.rows.read(torch.arange(min(3, len(task))))
         with task.evaluating(), torch.no_grad():
@@ -109,7 +119,7 @@ def learning_modules(task: Task, *, statistics: bool, dropout: bool) -> Sequence
 
     def kinds() -> Iterator[type[nn.Module]]:
         if statistics:
-            yield nn.modules.batchnorm._BatchNorm
+            yield _BATCH_NORM
         if dropout:
             yield nn.modules.dropout._DropoutNd
 

@@ -1,5 +1,7 @@
 """The one training loop: many replicas of a task at once, each with a removal of its own; and the base run."""
 
+import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -85,7 +87,7 @@ class Gradient:
             fidelity = torch.full((), 1 / size, dtype=torch.float64, device=self.task.device)
             scale = self.problem.epsilon * len(self.task) / size
             hit = self.removed[:, index] if index.dim() == 1 else self.removed.gather(1, index)
-            return self._sum(leaves, buffers, index, fidelity.expand(count, size), scale * hit)
+            return self._sum(leaves, buffers, index, fidelity.expand(count, size), scale * hit.double())
         if index.dim() == 1:
             index = index.expand(count, size)
         index = torch.cat([index, self.own], 1)
@@ -102,7 +104,7 @@ class Gradient:
         for index in chunks(torch.arange(rows), size):
             index = index.to(self.task.device)
             fidelity = torch.full((count, len(index)), 1 / rows, dtype=torch.float64, device=self.task.device)
-            removal = self.problem.epsilon * self.removed[:, index]
+            removal = self.problem.epsilon * self.removed[:, index].double()
             share = len(index) / rows  # of the penalties, which every part brings
             some = self._sum(leaves, buffers or {}, index, fidelity, removal, penalty=share)
             total = some if total is None else {name: total[name] + value for name, value in some.items()}
@@ -122,7 +124,7 @@ class Gradient:
                 held = losses
                 if self.problem.fidelity == "bregman":
                     held = task.divergences(outputs, task.forward(self.reference, inputs), targets)
-                terms = held / len(task) - self.problem.epsilon * removed[index.to(removed.device)] * losses
+                terms = held / len(task) - self.problem.epsilon * removed[index.to(removed.device)].double() * losses
                 total += (terms if weights is None else weights * terms).sum()
             moved = [positions[name] - value for name, value in self.reference.items()]
             penalised = moved if self.problem.relative else list(positions.values())
@@ -149,8 +151,9 @@ class Gradient:
         if self.problem.fidelity == "quadratic":
             gradients = self._linear(leaves, inputs, targets, fidelity, removal, shared)
         else:
-            parts = []
+            parts, drawn = [], torch.random.get_rng_state()
             for block in _on_streams(self.passes.blocks(len(self.removed)), self.streams):
+                torch.random.set_rng_state(drawn)  # dropout's masks are those that the replica draws alone
                 own = part(positions, block), part(buffers, block)
                 parts.append(self._block(*own, inputs, targets, fidelity, removal, block, shared))
             gradients = {name: torch.cat([some[name] for some in parts]) for name in leaves}
@@ -382,13 +385,23 @@ def _epochs(run: Run, gradient: Gradient, leaves: Stacked, buffers: Stacked, wha
     for epoch in track(range(first, run.epochs.stop), what):
         steps.set_rate(recipe.rate(epoch) * run.rate_scale)
         order = run.order(epoch).to(task.device)
-        if recipe.dropout:
-            torch.manual_seed(hash((recipe.seed, epoch)) % 2**63)
-        for index in order.split(size, dim=-1):
-            steps(index)
+        with _seeded(recipe, epoch, task.device):
+            for index in order.split(size, dim=-1):
+                steps(index)
         if epoch == run.epochs.start or (epoch - run.epochs.start) % 50 == 49:
             require_finite(leaves, recipe, epoch)
         keep.epoch(leaves, buffers, steps.optimizer, epoch + 1)
+
+
+@contextlib.contextmanager
+def _seeded(recipe: Recipe, epoch: int, device: torch.device) -> Iterator[None]:
+    """Dropout's own random numbers, a function of seed and epoch; the user's generators are left as they were."""
+    if not recipe.dropout:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed((recipe.seed << 32) + epoch)
+        yield
 
 
 def require_finite(leaves: Stacked, recipe: Recipe, epoch: int) -> None:
@@ -416,6 +429,7 @@ def _lbfgs(run: Run, gradient: Gradient, leaves: Stacked, what: str) -> None:
             variables,
             lr=recipe.lr * run.rate_scale,
             max_iter=len(run.epochs),
+            max_eval=25 * len(run.epochs),  # as many as its line search may take
             history_size=20,
             tolerance_grad=0.0,
             tolerance_change=0.0,
@@ -571,6 +585,10 @@ def train(
         values = {name: value[0] for name, value in (ended.leaves | ended.buffers).items()}
         trained = start.with_values(values)
         after = _cost(trained)
+        if not math.isfinite(after):
+            raise NonFinite(
+                f"Training diverged: the cost is {after} after {recipe.epochs} epochs at lr = {recipe.lr:g}. Lower it."
+            )
         if not after <= before:
             warn(
                 f"Training raised the cost from {before:.4g} to {after:.4g}: the recipe's lr = {recipe.lr:g} is "
