@@ -265,11 +265,12 @@ class System:
         failed = [place for place, entry in enumerate(result) if not entry.ok]
         if failed:
             reasons = sorted({result[place].value for place in failed})
+            precise = "" if self.task.dtype == torch.float64 else " or float64"
             warn(
                 f"{len(failed)} of {len(result)} systems are not solved to the tolerance "
                 f"({'; '.join(reasons)}), worst relative residual {float(residual.max()):.2g}. The "
                 "numbers that rest on them are approximate; raise max_steps or the damping, or use "
-                "an exact solver."
+                f"an exact solver{precise}."
             )
 
     def _solve_block(self, family: Gradients) -> Solution:
