@@ -278,10 +278,11 @@ class System:
         reasons = sorted({answer.result[place].value for place in failed})
         worth = "worth nothing" if Result.DIVERGED in answer.result else "approximate"
         advice = answer.stats.get("message")
+        precise = "" if self.task.dtype == torch.float64 else " or float64"
         warn(
             f"{len(failed)} of {len(answer.result)} systems are not solved to the tolerance ({'; '.join(reasons)}), "
             f"worst relative residual {float(answer.residual.max()):.2g}. The numbers that rest on them are {worth}: "
-            f"{advice or 'raise max_steps or the damping, or use an exact solver'}."
+            f"{advice or f'raise max_steps or the damping, or use an exact solver{precise}'}."
         )
         return [f"Not solved to the tolerance: {advice}."] if advice else []
 

@@ -63,7 +63,7 @@ class Kernel:
         if family.members is None:
             parts = [self._features(family, block).diagonal() for block in self._blocks(family)]
             return torch.cat(parts).flatten()
-        size = self._pass_rows(1)
+        size = self.pass_rows(1)
         parts = [
             family.only(place, place + 1).vectors(self.formed, size).double().square().sum(1)
             for place in range(len(family))
@@ -75,7 +75,7 @@ class Kernel:
         one = self._features(family, torch.zeros(1, dtype=torch.long)).nbytes
         return min(one * len(family.index), int(_HOLD * self.budget.available()))
 
-    def _pass_rows(self, size: int) -> int:
+    def pass_rows(self, size: int) -> int:
         """Rows that may pass the network at a time with `size` cotangents each."""
         return max(1, int(_WORK * self.budget.available()) // (self.activation_bytes * (2 + size)))
 
@@ -90,7 +90,7 @@ class Kernel:
 
     def _passes(self, family: Gradients) -> Iterator[Features]:
         with family.task.evaluating():
-            for _, inputs, cotangent in family.chunks(self._pass_rows(family.cotangents)):
+            for _, inputs, cotangent in family.chunks(self.pass_rows(family.cotangents)):
                 yield self.formed.features(inputs, cotangent)
 
     def _accumulate(self, out: Tensor, left: Features, right: Features) -> None:

@@ -431,6 +431,62 @@ def test_09_a_convergence_flag_is_not_dropped(solver):
         dw.solve(operator, made.oracle().gradients[0], solver(rtol=1e-10, max_steps=2), throw=True)
 
 
+def in_both_precisions(made: Case) -> tuple[tuple[dw.Task, Any], tuple[dw.Task, Any]]:
+    """(task, queries) of the same numbers in float32 and in float64."""
+
+    def single(pair: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
+        inputs, targets = pair
+        return (inputs.float() if inputs.is_floating_point() else inputs), targets
+
+    def double(pair: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
+        inputs, targets = single(pair)
+        return (inputs.double() if inputs.is_floating_point() else inputs), targets
+
+    model = copy.deepcopy(made.model).float()
+    coarse = dw.Task(model, made.loss, single(made.train)), single(made.queries)
+    fine = dw.Task(copy.deepcopy(model).double(), made.loss, double(made.train)), double(made.queries)
+    return coarse, fine
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+@pytest.mark.parametrize("damping", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8])
+def test_09_a_float32_residual_sees_the_rounding_of_the_network(activation, damping):
+    """A residual that is computed from rounded products, and so is 1e-10 where the scores are wrong by 1e-4.
+
+    The exact dual solver in float32 against float64: no relative error of a query's scores exceeds its residual, which
+    stays below the tolerance at an ordinary damping, and says so by flag and warning where rounding decides.
+    """
+    made = classification(mlp(10, 16, 3, activation=activation), (10,), 3, rows=20)
+    (task, queries), (fine, asked) = in_both_precisions(made)
+    truth = dw.influence(fine, asked, damping=damping, solver=dw.Dual(rtol=1e-6)).values
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scores = dw.influence(task, queries, damping=damping, solver="dual")
+    error = (scores.values.double() - truth).norm(dim=1) / truth.norm(dim=1)
+    assert (error <= torch.as_tensor(scores.residuals)).all()
+    if damping >= 1e-3:
+        assert scores.converged.all()
+    if damping <= 1e-6:
+        assert not scores.converged.any()
+    if damping == 1e-8:  # of their own rows the rounding is less
+        with pytest.warns(dw.DownweightWarning, match="float64"):
+            dw.self_influence(task, damping=damping, solver="dual")
+    assert bool(caught) != bool(scores.converged.all())
+
+
+def test_09_a_float32_residual_without_second_derivatives():
+    """The same where torch cannot check: `EmbeddingBag` has no second derivative, and the dual solver needs none."""
+    (task, queries), (fine, asked) = in_both_precisions(exotic("EmbeddingBag"))
+    for damping, converged in ((1e-2, True), (1e-7, False)):
+        truth = dw.influence(fine, asked, damping=damping, solver=dw.Dual(rtol=1e-6)).values
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", dw.DownweightWarning)
+            scores = dw.influence(task, queries, damping=damping, solver="dual")
+        error = (scores.values.double() - truth).norm(dim=1) / truth.norm(dim=1)
+        assert (error <= torch.as_tensor(scores.residuals)).all()
+        assert bool(scores.converged.all()) is converged
+
+
 # 10: indefinite Hessians
 
 
