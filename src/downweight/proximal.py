@@ -51,12 +51,12 @@ class Ending(Enum):
     GRADIENT = "converged: the relative gradient reached the tolerance"
     SETTLED = "converged: on kinks of the network; the second half of the work did not move its outputs"
     ZERO = "the removed rows have no gradient, or no weight is taken off them; nothing moves"
-    LINEAR = "converged: so small that it is its linearisation"
+    LINEAR = "converged: so small that it is its first Gauss-Newton step"
     STEPS = "reached max_steps before the tolerance"
     STAGNATED = "no descent left along the step, and not settled"
     CURVATURE = "negative curvature along the last step: not a minimum"
     LEFT = "left the basin"
-    RESOLUTION = "below the resolution of the parameters; this is its linearisation (use float64)"
+    RESOLUTION = "below the resolution of the parameters; this is its first Gauss-Newton step (use float64)"
 
     @property
     def ok(self) -> bool:
