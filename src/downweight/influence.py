@@ -207,6 +207,13 @@ class System:
         if isinstance(chosen, Auto):
             choice = Auto(systems).choose(operator, indefinite=indefinite)
             chosen, notes = choice.solver, (choice.reason,)
+        if (held := getattr(chosen, "blocks_held", None)) is not None:  # those with a matrix see for themselves
+            matrix.budget.require(
+                int(held * task.size * task.dtype.itemsize) + matrix.product_bytes(1),
+                f"One system of {task.size:,} parameters by {type(chosen).__name__}, with a pass over its rows,",
+                "Nothing smaller is possible with all of these parameters: raise memory_limit, or name fewer of them "
+                "(parameters=[…] of the task).",
+            )
         state = chosen.init(operator, indefinite=indefinite)
         return cls(task, matrix, operator, chosen, state, RowGradients(task), notes)
 

@@ -75,6 +75,15 @@ def test_19_auto_finds_what_fits(exponent):
     torch.testing.assert_close(chosen.values, plain.values, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("solver", ["cg", "lissa", "auto"])
+def test_19_a_limit_that_not_even_one_system_fits_is_refused(solver):
+    """A limit far below one vector of parameters was taken for a wish: the work went on beyond it."""
+    made = classification(mlp(4, 6, 3).double(), (4,), 3, rows=400)
+    size = made.task().size
+    with pytest.raises(dw.MemoryLimit, match=f"One system of {size:,} parameters"):
+        dw.influence(made.task(), queries=made.queries, damping=0.1, solver=solver, memory_limit=8 * size)
+
+
 @pytest.mark.parametrize("limit", ["200 KB", "1 MB", "10 MiB"])
 def test_19_a_limit_is_kept_by_cutting_the_rows(limit):
     """Chunk sizes that are settings to be guessed.
