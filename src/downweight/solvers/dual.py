@@ -246,6 +246,7 @@ class DualState:
         """The residuals that the kernel knows, none below what the float32 of the network leaves over."""
         if self.curvature.dtype == torch.float64:
             return residual
+        eps = torch.finfo(self.curvature.dtype).eps
         order = residual.argsort()
         few = order[torch.linspace(0, len(order) - 1, min(_CHECKED, len(order))).round().long()]
         size = self.kernel.pass_rows(1)
@@ -253,10 +254,9 @@ class DualState:
         try:
             floor = self.solve(torch.cat(vectors)).residual.max()
         except (InvalidInput, NotImplementedError):  # the matrix differentiates twice, the kernel once
-            eps = torch.finfo(self.curvature.dtype).eps
             floor = _ROUNDING * eps * torch.linalg.matrix_norm(self.gram) / self._scale
-        # A vector of zeros is solved exactly.
-        return torch.where(residual > 0, residual.clamp_min(floor), residual)
+        # A vector of zeros is solved exactly; others, and their scores, are held to a few units of rounding only.
+        return torch.where(residual > 0, residual.clamp_min(max(float(floor), 4 * eps)), residual)
 
     # -- for any vectors ----------------------------------------------------------------------
 
