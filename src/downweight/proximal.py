@@ -87,7 +87,7 @@ def proximal_bregman(
     matrix = LeftOut.of(task, damping, memory_limit)
     passes, kinked = Stack.of(task), has_kinks(task)
     answers = []
-    blocks = matrix.blocks(removals, passes)
+    blocks = matrix.blocks(removals)
     for block in track(blocks, "Removals by Gauss-Newton"):
         work = _Work(task, damping, [removals[place] for place in block], epsilon, passes, matrix)
         answers.append(work.run(replace(settings, rtol=rtol), kinked))
@@ -149,7 +149,7 @@ class LeftOut:
         except MemoryLimit:
             return cls(task, damping, None, budget)
 
-    def blocks(self, removals: Sequence[Sequence[int]], passes: Stack) -> list[list[int]]:
+    def blocks(self, removals: Sequence[Sequence[int]]) -> list[list[int]]:
         """Removals that are worked on together: those of one size, as many as fit; a large group is alone."""
         one = (2 * _MEMORY + 10) * self.task.size * self.task.dtype.itemsize
         room = max(1, int(0.3 * self.budget.available()) // one)
@@ -461,7 +461,7 @@ class _Work:
             fine = (trial.value <= now.value + 1e-4 * slope) | ((slope.abs() <= noise[active]) & (after <= before))
             teaches = bent > 1e-5 * slope.abs()
             far = norms(trial.shift) > _FARTHEST * self.first[rows]
-            learned = memory.add(active, moved, trial.gradient - now.gradient, bent, teaches)
+            memory.add(active, moved, trial.gradient - now.gradient, bent, teaches)
             anew = []
             measured = (fine, teaches, far | ~trial.value.isfinite(), after, bent)
             for row, (good, new, lost, left, bending) in enumerate(zip(*(x.tolist() for x in measured), strict=True)):
@@ -477,7 +477,7 @@ class _Work:
                         done[place] = Ending.GRADIENT if bending > 0 else Ending.CURVATURE
                 else:
                     refused[place] += 1
-                    if new and learned:
+                    if new:
                         anew.append(place)
                         stride[place] = min(1.0, 2.0 ** (2 - refused[place]))
                     else:
@@ -530,7 +530,7 @@ class _Memory:
         self.inverse = torch.zeros(count, _MEMORY, dtype=torch.float64, device=like.device)  # 1 / (step · change)
         self.count = [0] * count
 
-    def add(self, places: list[int], steps: Tensor, changes: Tensor, bent: Tensor, teaches: Tensor) -> bool:
+    def add(self, places: list[int], steps: Tensor, changes: Tensor, bent: Tensor, teaches: Tensor) -> None:
         for row, new in enumerate(teaches.tolist()):
             if new:
                 place = places[row]
@@ -538,7 +538,6 @@ class _Memory:
                 self.steps[place, slot], self.changes[place, slot] = steps[row], changes[row]
                 self.inverse[place, slot] = 1 / bent[row]
                 self.count[place] += 1
-        return bool(teaches.any())
 
     def apply(self, places: list[int], vectors: Tensor, base: Callable[[Tensor], Tensor]) -> Tensor:
         """H v: the two loops of Nocedal and Wright, algorithm 7.4, around A_S⁻¹."""

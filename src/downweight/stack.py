@@ -13,8 +13,9 @@ from downweight.task import Task
 
 Stacked = dict[str, Tensor]  # one (R, *shape) a parameter or buffer
 
-# On a CPU batched products of wide layers are no faster than one after the other, and those of narrow layers up to ten
-# times (benchmarks/replicas.py). A rule of the model alone: how many replicas run together must not change their bits.
+# On a CPU batched products of wide layers are no faster than one after the other, and those of narrow layers are
+# (1.2 times on a quiet machine, benchmarks/replicas.py). A rule of the model alone: how many replicas run together
+# must not change their bits.
 _NARROW = 300_000
 _CONVOLUTIONS = nn.modules.conv._ConvNd
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
