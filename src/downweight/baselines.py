@@ -192,7 +192,7 @@ def _families(
 
 def _kernel(task: Task, memory_limit: int | str | None) -> Kernel:
     budget = Budget(task.device, parse_bytes(memory_limit))
-    return Kernel(RowGradients(task), budget, task.row_bytes)
+    return Kernel(RowGradients(task, budget), budget.available() // 2, task.row_bytes)
 
 
 def _gram(kernel: Kernel, left: Gradients, right: Gradients) -> Tensor:

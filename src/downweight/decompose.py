@@ -248,7 +248,8 @@ def decompose(
                 memory_limit=memory_limit,
             )
         before = time.monotonic()
-        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups))
+        shifts = len(groups) * task.size * task.dtype.itemsize
+        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups), shifts)
         solution = system.solve(training(task, groups))
         system.warn_unless_converged(solution)
         estimate = step * solution.value

@@ -7,8 +7,9 @@ few rows gives what autograd gives; every other one (normalisation, embeddings, 
 parameters, layers used twice) has its per-row gradient formed explicitly.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from downweight.errors import InvalidInput
 from downweight.linearization import batched_grad, quiet_batching
+from downweight.memory import Budget
 from downweight.rows import Inputs, map_tensors
 from downweight.shapes import Float
 from downweight.task import Task
@@ -166,7 +168,7 @@ class Explicit:
         out += (left @ right.T).view_as(out)
 
     def diagonal(self, other: "Explicit") -> Tensor:
-        return (self.vectors * other.vectors).sum(-1)
+        return torch.linalg.vecdot(self.vectors, other.vectors)
 
     def rows(self, part: slice) -> "Explicit":
         return Explicit(self.vectors[part])
@@ -231,17 +233,20 @@ class Features:
         return Features(parts, len(range(*part.indices(self.count))), self.size)
 
     @classmethod
-    def concatenate(cls, blocks: "Sequence[Features]") -> "Features":
-        if len(blocks) == 1:
-            return blocks[0]
-        parts = tuple(
-            replace(
-                pieces[0],
-                **{name: torch.cat([getattr(piece, name) for piece in pieces]) for name in pieces[0].tensors},
-            )
-            for pieces in zip(*(block.parts for block in blocks), strict=True)
-        )
-        return cls(parts, sum(block.count for block in blocks), blocks[0].size)
+    def collect(cls, blocks: "Iterable[Features]", count: int) -> "Features":
+        """Those of `count` rows from blocks of them, one of which is there twice at a time."""
+        whole, start = None, 0
+        for block in blocks:
+            if block.count == count:
+                return block
+            if whole is None:
+                whole = cls(tuple(_resized(part, count) for part in block.parts), count, block.size)
+            for part, piece in zip(whole.parts, block.parts, strict=True):
+                for name in piece.tensors:
+                    getattr(part, name)[start : start + block.count] = getattr(piece, name)
+            start += block.count
+        assert whole is not None  # a family has at least one row
+        return whole
 
     @property
     def nbytes(self) -> int:
@@ -254,17 +259,38 @@ class Features:
         return 8 * columns * (3 if max(steps, default=1) > 1 else 2)
 
 
+def _resized(part: Explicit | Factors, count: int) -> Explicit | Factors:
+    """The same part with room for so many rows."""
+    room = {name: getattr(part, name) for name in part.tensors}
+    return replace(part, **{name: tensor.new_empty(count, *tensor.shape[1:]) for name, tensor in room.items()})
+
+
 class RowGradients:
     """How the per-row gradients of a task are formed: made once, checked, used for any rows."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, budget: Budget | None = None) -> None:
+        self.task, self._budget = task, budget
         self._params = task.params
         self._vmapped = True
         self.layers: tuple[Layer, ...] = ()
         self.rest: tuple[str, ...] = task.names
         with task.evaluating():
             self._plan()
+
+    @property
+    def plan_bytes(self) -> int:
+        """Bytes that making the plan takes; counted for linear, convolutional and embedding layers."""
+        return self.least_plan_bytes(self.task) + 6 * self.explicit_size * self.task.dtype.itemsize
+
+    @staticmethod
+    def least_plan_bytes(task: Task) -> int:
+        """The same where every parameter has structure."""
+        return 7 * task.size * task.dtype.itemsize + 5 * _PROBE_ROWS * task.row_bytes
+
+    @property
+    def explicit_size(self) -> int:
+        """Numbers in the gradient of one row that are formed without structure."""
+        return sum(self._params[name].numel() for name in self.rest)
 
     def describe(self) -> str:
         structured = [name for layer in self.layers for name in (layer.weight, layer.bias) if name]
@@ -308,15 +334,20 @@ class RowGradients:
         generator = torch.Generator().manual_seed(0)
         shape = (2, *outputs.shape)
         seeds = torch.randn(shape, generator=generator, dtype=torch.float64).to(outputs)
-        expected = self._reference(inputs, seeds)
         self._keep_only(set(uses))
-        wrong = self._wrong(inputs, seeds, expected)
+        if self._budget is not None:
+            self._budget.require(
+                self.plan_bytes,
+                f"Checking how the gradients of single rows are formed, for {self.task.size:,} parameters,",
+                "Raise memory_limit, or name fewer parameters (parameters=[...] of the task).",
+            )
+        wrong = self._wrong(inputs, seeds)
         if wrong:
             self._keep_only(set(uses) - wrong)
-            if self._wrong(inputs, seeds, expected):
+            if self._wrong(inputs, seeds):
                 self._vmapped = False
-                wrong = self._wrong(inputs, seeds, expected)
-        if wrong := self._wrong(inputs, seeds, expected):
+                wrong = self._wrong(inputs, seeds)
+        if wrong := self._wrong(inputs, seeds):
             raise InvalidInput(
                 f"The gradient of single rows in {sorted(wrong)} does not agree with autograd's: "
                 "rows interact, or the forward pass changes from call to call. Exclude these with "
@@ -336,17 +367,15 @@ class RowGradients:
         structured = {name for layer in self.layers for name in (layer.weight, layer.bias)}
         self.rest = tuple(name for name in self.task.names if name not in structured)
 
-    def _reference(self, inputs: Inputs, seeds: Tensor) -> list[Tensor]:
-        """(B, r, *shape) a parameter, row by row and cotangent by cotangent by autograd."""
+    def _reference(self, inputs: Inputs, seeds: Tensor) -> Iterator[list[Tensor]]:
+        """(r, *shape) a parameter, for one row after the other by autograd."""
         leaves = {name: value.detach().requires_grad_() for name, value in self._params.items()}
         outputs = self.task.forward(leaves, inputs)
-        rows = []
         for row in range(len(outputs)):
             masked = torch.zeros_like(seeds)
             masked[:, row] = seeds[:, row]
             parts = batched_grad([outputs], list(leaves.values()), [masked])
-            rows.append(self._filled(parts, list(leaves.values()), len(seeds)))
-        return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+            yield self._filled(parts, list(leaves.values()), len(seeds))
 
     @staticmethod
     def _filled(parts: Sequence[Tensor | None], like: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -356,10 +385,11 @@ class RowGradients:
             for part, template in zip(parts, like, strict=True)
         ]
 
-    def _wrong(self, inputs: Inputs, seeds: Tensor, expected: list[Tensor]) -> set[str]:
+    def _wrong(self, inputs: Inputs, seeds: Tensor) -> set[str]:
         """Names whose per-row gradient is not autograd's on these rows."""
+        layers, _ = self._structured(inputs, lambda _: seeds)
         try:
-            vectors = self.vectors(inputs, lambda _: seeds)
+            rest = self._explicit(inputs, seeds, seeds.shape[1])
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -367,15 +397,23 @@ class RowGradients:
             if not self._vmapped:
                 raise
             self._vmapped = False
-            vectors = self.vectors(inputs, lambda _: seeds)
-        sizes = [value.numel() for value in self._params.values()]
-        tolerance = _PROBE_TOLERANCE[self.task.dtype]
-        wrong = set()
-        for name, mine, theirs in zip(self.task.names, vectors.split(sizes, dim=2), expected, strict=True):
-            error = (mine - theirs.reshape(mine.shape)).abs().max() if mine.numel() else torch.zeros(())
-            if not bool(error <= tolerance * theirs.abs().max().clamp_min(1e-30)):
-                wrong.add(name)
-        return wrong
+            rest = self._explicit(inputs, seeds, seeds.shape[1])
+        largest = torch.zeros(2, len(self.task.names), dtype=torch.float64)  # of the errors and of the entries
+        for row, reference in enumerate(self._reference(inputs, seeds)):
+            expected = dict(zip(self.task.names, reference, strict=True))
+            part = slice(row, row + 1)
+            # One layer of one row after the other: all gradients of the probe at a time may not fit.
+            formed = (_layer_gradients(layer, ins[part], outs[part]) for layer, ins, outs in layers)
+            others = zip(self.rest, (gradients[part] for gradients in rest), strict=True)
+            for name, mine in chain(chain.from_iterable(formed), others):
+                theirs = expected.pop(name)
+                if theirs.numel():
+                    sizes = (mine.reshape(theirs.shape) - theirs).abs().max(), theirs.abs().max()
+                    place = self.task.names.index(name)
+                    seen = torch.stack(sizes).double().cpu()
+                    largest[:, place] = torch.maximum(largest[:, place], seen)
+        bound = _PROBE_TOLERANCE[self.task.dtype] * largest[1].clamp_min(1e-30)
+        return {name for name, fine in zip(self.task.names, (largest[0] <= bound).tolist(), strict=True) if not fine}
 
     # -- using it ---------------------------------------------------------------------------
 
@@ -406,6 +444,12 @@ class RowGradients:
         self, inputs: Inputs, cotangent: Cotangent
     ) -> tuple[list[tuple[Layer, Tensor, Tensor]], list[Tensor], tuple[int, int]]:
         count = len(tree_leaves(inputs)[0])
+        layers, seeds = self._structured(inputs, cotangent)
+        return layers, self._explicit(inputs, seeds, count), (count, len(seeds))
+
+    def _structured(self, inputs: Inputs, cotangent: Cotangent) -> tuple[list[tuple[Layer, Tensor, Tensor]], Tensor]:
+        """Input and output gradient of every layer on these rows, and the cotangents (r, B, *out)."""
+        count = len(tree_leaves(inputs)[0])
         calls, _, outputs = self._tap(inputs, count)
         seeds = cotangent(outputs.detach()).to(outputs.dtype)
         layers: list[tuple[Layer, Tensor, Tensor]] = []
@@ -425,8 +469,7 @@ class RowGradients:
                         "after its use; autograd cannot differentiate that either."
                     )
                 layers.append((layer, call.input, _arrange_deltas(delta, call)))
-        rest = self._explicit(inputs, seeds, count) if self.rest else []
-        return layers, rest, (count, len(seeds))
+        return layers, seeds
 
     def _tap(self, inputs: Inputs, count: int) -> tuple[list[_Call], set[str], Tensor]:
         params = {name: value.detach() for name, value in self._params.items()}
@@ -436,6 +479,8 @@ class RowGradients:
 
     def _explicit(self, inputs: Inputs, seeds: Tensor, count: int) -> list[Tensor]:
         """(B, r, *shape) for every parameter without structure."""
+        if not self.rest:
+            return []
         fixed = {name: value.detach() for name, value in self._params.items()}
         chosen = {name: fixed[name] for name in self.rest}
 

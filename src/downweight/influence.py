@@ -16,7 +16,7 @@ from downweight.errors import InvalidInput, InvalidType, warn
 from downweight.features import RowGradients
 from downweight.gradients import Gradients, check_removals, of_losses, training
 from downweight.measurements import Measurement, as_measurement, of_measurement
-from downweight.memory import gibibytes, parse_bytes
+from downweight.memory import Budget, gibibytes, parse_bytes
 from downweight.progress import reporting, track
 from downweight.scores import Scores, jsonable
 from downweight.settings import number
@@ -38,8 +38,12 @@ from downweight.task import Task
 Curvature = Literal["gauss_newton", "hessian"]
 CURVATURES: dict[str, type[OverRows]] = {"gauss_newton": GaussNewtonMatrix, "hessian": HessianMatrix}
 
-# The part of the available memory that the vectors of a block of systems may take. A guess.
-_VECTOR_MEMORY = 0.4
+# The part of the available memory that the vectors of a block of systems may take, and that gradients of single rows
+# may take beside them while these are formed. Guesses.
+_VECTOR_MEMORY, _FORMING_MEMORY = 0.5, 0.3
+
+# Blocks of vectors that a solver of the user's own is taken to hold, its right-hand sides among them.
+_BLOCKS_HELD = 4.0
 
 
 @torch.inference_mode(False)
@@ -75,11 +79,13 @@ def influence(
         measured = as_measurement(task, measurement)
         right, removals, of = choose_removals(task, rows, candidates)
         left = of_measurement(task, task.query_rows(queries), measured)
-        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, min(len(left), len(right)))
-        estimate = system.memory_estimate(min(len(left), len(right)), max(len(left), len(right)))
+        systems, others = sorted((len(left), len(right)))
+        scores = 8 * systems * others
+        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, systems, scores)
+        estimate = system.memory_estimate(systems, others)
         pairing = system.pair(left, right)
         unfinished = system.warn_unless_converged(pairing)
-        values = (pairing.value / len(task)).to(task.dtype)
+        values = pairing.value.div_(len(task)).to(task.dtype)
         smallest = pairing.stats.get("smallest_eigenvalue")
         notes = [*task.notes, *system.notes, f"The peak of its memory was estimated at {gibibytes(estimate)}."]
         notes.extend(unfinished)
@@ -132,7 +138,7 @@ def self_influence(
     with reporting(progress):
         warn_of_mode(task)
         check_indefinite(indefinite)
-        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(task))
+        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(task), 8 * len(task))
         answer = system.quadratic(of_losses(task, task.rows, "train"))
         system.warn_unless_converged(answer)
         # The row's own loss is asked for without its weight; what leaves the cost has it.
@@ -162,10 +168,11 @@ def parameter_shift(
         check_indefinite(indefinite)
         groups = check_removals(as_groups(remove, "remove"), len(task))
         step = 1 / len(task) if epsilon is None else number(epsilon, "epsilon")
-        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups))
+        shifts = len(groups) * task.size * task.dtype.itemsize
+        system = System.make(task, damping, curvature, solver, indefinite, memory_limit, len(groups), shifts)
         solution = system.solve(training(task, groups))
         system.warn_unless_converged(solution)
-        return solution.value * step
+        return solution.value.mul_(step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +197,9 @@ class System:
         indefinite: Indefinite,
         memory_limit: int | str | None,
         systems: int,
+        results: int,
     ) -> "System":
+        """Set-up for so many systems and bytes of results; MemoryLimit where not even one system at a time fits."""
         if not isinstance(curvature, str) or curvature not in CURVATURES:
             raise InvalidInput(f"curvature is {curvature!r}; expected one of {', '.join(map(repr, CURVATURES))}.")
         damping = number(damping, "damping")
@@ -200,22 +209,23 @@ class System:
                 "eigenvalue of the curvature."
             )
         chosen = as_solver(solver)
-        limit = parse_bytes(memory_limit)
+        budget = Budget(task.device, parse_bytes(memory_limit))
+        least = results + RowGradients.least_plan_bytes(task)
+        budget.require(least, f"{task.size:,} parameters with their results", _advice(task, least))
+        # What is left of the limit when the results are there.
+        limit = None if budget.limit is None else budget.limit - results
         matrix = CURVATURES[curvature](task, memory_limit=limit)
         operator = Damped(matrix, damping)
         notes: tuple[str, ...] = ()
         if isinstance(chosen, Auto):
             choice = Auto(systems).choose(operator, indefinite=indefinite)
             chosen, notes = choice.solver, (choice.reason,)
-        if (held := getattr(chosen, "blocks_held", None)) is not None:  # those with a matrix see for themselves
-            matrix.budget.require(
-                int(held * task.size * task.dtype.itemsize) + matrix.product_bytes(1),
-                f"One system of {task.size:,} parameters by {type(chosen).__name__}, with a pass over its rows,",
-                "Nothing smaller is possible with all of these parameters: raise memory_limit, or name fewer of them "
-                "(parameters=[…] of the task).",
-            )
+        blocks = getattr(chosen, "blocks_held", _BLOCKS_HELD)
+        if not hasattr(chosen, "least_bytes"):  # those that factor a matrix know better what they need
+            least = results + int(blocks * matrix.vector_bytes) + matrix.product_bytes(1)
+            budget.require(least, f"One system at a time of {task.size:,} parameters by {chosen}", _advice(task, least))
         state = chosen.init(operator, indefinite=indefinite)
-        return cls(task, matrix, operator, chosen, state, RowGradients(task), notes)
+        return cls(task, matrix, operator, chosen, state, RowGradients(task, matrix.budget), notes)
 
     def pair(self, left: Gradients, right: Gradients) -> Pairing:
         """vᵀ A⁻¹ v' for all pairs, by the solver's own road where it has one."""
@@ -230,7 +240,7 @@ class System:
             scores = other.dot(solution.value, self.curvature.chunk_rows, self.curvature.block).T
             return scores, without_value(solution)
 
-        values, known = self._block_by_block(score, solved)
+        values, known = self._block_by_block(score, solved, len(other))
         side = "right" if turned else "left"
         return Pairing(values.T if turned else values, known.residual, known.result, side, known.stats)
 
@@ -239,16 +249,32 @@ class System:
         values = 8 * systems * others
         own = getattr(self.state, "memory_estimate", None)
         if own is not None:
-            return values + own(systems)
-        start, stop = self._blocks(systems)[0]
-        vectors = (stop - start) * self.task.size * self.task.dtype.itemsize
-        matrix = getattr(self.solver, "matrix_bytes", lambda size: 0)(self.task.size)
-        return values + matrix + int(self._blocks_held * vectors) + self.curvature.product_bytes(stop - start)
+            return values + max(self.formed.plan_bytes, own(systems))
+        start, stop = self._blocks(systems, others)[0]
+        count, curvature = stop - start, self.curvature
+        vectors = count * curvature.vector_bytes
+        solving = count * self._system_bytes + curvature.product_bytes(count)
+        measuring = vectors + 2 * 8 * count * others + curvature.kept_bytes
+        measuring += curvature.chunk_bytes + curvature.pass_bytes(count)
+        forming = 2 * vectors + curvature.kept_bytes + min(self._vector_rows(), count) * self._row_bytes
+        setting_up = getattr(self.state, "set_up_bytes", 0)
+        return values + max(setting_up, self.formed.plan_bytes, self._held_bytes + max(solving, measuring, forming))
 
     @property
-    def _blocks_held(self) -> float:
-        """Blocks of vectors that the solver holds at a time, its right-hand sides among them."""
-        return getattr(self.solver, "blocks_held", 4.0)
+    def _held_bytes(self) -> int:
+        """Bytes that the solver holds from its set-up on."""
+        return getattr(self.state, "held_bytes", 0)
+
+    @property
+    def _system_bytes(self) -> int:
+        """Bytes that one more system in a block takes: the vectors of the solver, its right-hand side among them."""
+        blocks = getattr(self.solver, "blocks_held", _BLOCKS_HELD)
+        return getattr(self.state, "system_bytes", int(blocks * self.curvature.vector_bytes))
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of forming the gradient of one row, its parts and the whole of it."""
+        return 2 * (self.curvature.row_bytes + self.curvature.vector_bytes)
 
     def quadratic(self, family: Gradients) -> Pairing:
         """vᵀ A⁻¹ v of every vector."""
@@ -261,20 +287,27 @@ class System:
             solution = self.solver.compute(self.state, vectors)
             return dot(vectors, solution.value), without_value(solution)
 
-        values, known = self._block_by_block(square, family)
+        values, known = self._block_by_block(square, family, 1)
         return Pairing(values, known.residual, known.result, "left", known.stats)
 
     def _block_by_block(
-        self, use: Callable[[int, int], tuple[Tensor, Solution]], family: Gradients
+        self, use: Callable[[int, int], tuple[Tensor, Solution]], family: Gradients, others: int
     ) -> tuple[Tensor, Solution]:
         """What `use` makes of the systems of a family, a block of them in memory at a time."""
-        blocks = track(self._blocks(len(family)), f"Systems of {family.what}")
-        values, known = zip(*(use(start, stop) for start, stop in blocks), strict=True)
-        return torch.cat(values), join(known)
+        values: Tensor | None = None
+        known = []
+        for start, stop in track(self._blocks(len(family), others), f"Systems of {family.what}"):
+            part, solution = use(start, stop)
+            if values is None:
+                values = part.new_empty(len(family), *part.shape[1:])
+            values[start:stop] = part
+            known.append(solution)
+        assert values is not None  # a family has at least one vector
+        return values, join(known)
 
     def solve(self, family: Gradients) -> Solution:
         """A⁻¹ v of every vector, (K, d)."""
-        blocks = track(self._blocks(len(family)), f"Systems of {family.what}")
+        blocks = track(self._blocks(len(family), 0), f"Systems of {family.what}")
         return join([self._solve_block(family.only(start, stop)) for start, stop in blocks])
 
     def warn_unless_converged(self, answer: Solution | Pairing) -> list[str]:
@@ -296,17 +329,28 @@ class System:
     def _solve_block(self, family: Gradients) -> Solution:
         return self.solver.compute(self.state, family.vectors(self.formed, self._vector_rows()))
 
-    def _blocks(self, count: int) -> list[tuple[int, int]]:
-        room = int(_VECTOR_MEMORY * self.curvature.budget.available())
-        one = self._blocks_held * self.task.size * self.task.dtype.itemsize
-        size = max(1, int(room / one))
+    def _blocks(self, count: int, others: int) -> list[tuple[int, int]]:
+        one = self._system_bytes + 2 * 8 * others
+        size = max(1, int(_VECTOR_MEMORY * self._room) // one)
         return [(start, min(start + size, count)) for start in range(0, count, size)]
 
     def _vector_rows(self) -> int:
         """Rows whose gradients may be formed at a time."""
-        room = int(_VECTOR_MEMORY * self.curvature.budget.available())
-        per_row = 3 * (self.curvature.row_bytes + self.task.size * self.task.dtype.itemsize)
-        return max(1, room // per_row)
+        # A group adds copies of the rows that are in it.
+        return max(1, int(_FORMING_MEMORY * self._room) // (self._row_bytes + self.curvature.vector_bytes))
+
+    @property
+    def _room(self) -> int:
+        """Bytes for vectors and passes, beside what the solver holds."""
+        return max(0, self.curvature.budget.available() - self._held_bytes)
+
+
+def _advice(task: Task, needed: int) -> str:
+    """What would fit: that limit, or fewer parameters."""
+    return (
+        f"The least memory_limit that would do is {gibibytes(needed)}; or name fewer parameters (parameters=[...] of "
+        f"the task has {task.size:,} now), or ask for fewer scores at a time."
+    )
 
 
 def without_value(solution: Solution) -> Solution:

@@ -67,6 +67,8 @@ def batched_grad(
         )
         for k in range(count)
     ]
+    if count == 1:  # a view: the gradient of one vector need not be there twice
+        return [None if part is None else part.unsqueeze(0) for part in results[0]]
     return [None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)]
 
 

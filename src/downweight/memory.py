@@ -2,10 +2,14 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from downweight.errors import InvalidInput, MemoryLimit
 
@@ -49,6 +53,21 @@ def free_bytes(device: torch.device) -> int:
     except OSError:
         pass
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class ResultSizes(TorchDispatchMode):
+    """Bytes of the result of every operation while it is active, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.sizes += [leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return result
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_19_auto_keeps_the_limit():
     """
     made = classification(mlp(4, 6, 3).double(), (4,), 3, rows=400, l2=0.01)
     roomy = dw.influence(made.task(), queries=made.queries, damping=0.1)
-    tight = dw.influence(made.task(), queries=made.queries, damping=0.1, memory_limit=60_000)
+    tight = dw.influence(made.task(), queries=made.queries, damping=0.1, memory_limit=70_000)
     assert any(word in str(roomy.solver).lower() for word in ("dual", "cholesky"))
     assert "cg" in str(tight.solver).lower()
     torch.testing.assert_close(tight.values, roomy.values, rtol=1e-5, atol=1e-9)
@@ -66,10 +66,15 @@ def test_19_auto_keeps_the_limit():
 def test_19_auto_finds_what_fits(exponent):
     """An automatic choice that runs out of the memory that another choice would have kept to.
 
-    Wherever plain CG fits, the automatic choice fits as well.
+    Wherever plain CG fits, the automatic choice fits as well: from 8 KiB on for these 43 parameters and 80 scores.
     """
     made = classification(mlp(4, 5, 3).double(), (4,), 3, rows=20, l2=0.01)
     settings = {"queries": made.queries, "damping": 0.1, "memory_limit": 2**exponent}
+    if exponent < 13:
+        for solver in ("cg", "auto"):
+            with pytest.raises(dw.MemoryLimit):
+                dw.influence(made.task(), solver=solver, **settings)
+        return
     plain = dw.influence(made.task(), solver=dw.CG(rtol=1e-9), **settings)
     chosen = dw.influence(made.task(), **settings)
     torch.testing.assert_close(chosen.values, plain.values, rtol=1e-5, atol=1e-9)
@@ -80,7 +85,7 @@ def test_19_a_limit_that_not_even_one_system_fits_is_refused(solver):
     """A limit far below one vector of parameters was taken for a wish: the work went on beyond it."""
     made = classification(mlp(4, 6, 3).double(), (4,), 3, rows=400)
     size = made.task().size
-    with pytest.raises(dw.MemoryLimit, match=f"One system of {size:,} parameters"):
+    with pytest.raises(dw.MemoryLimit, match=f"{size:,} parameters"):
         dw.influence(made.task(), queries=made.queries, damping=0.1, solver=solver, memory_limit=8 * size)
 
 
@@ -589,7 +594,7 @@ SLOW = """
     torch.manual_seed(0)
     train = (torch.randn(100, 40), torch.randint(3, (100,)))
     task = dw.Task(Slow(), "cross_entropy", train)
-    dw.influence(task, queries=(train[0][:3], train[1][:3]), damping=0.1, memory_limit=60_000,
+    dw.influence(task, queries=(train[0][:3], train[1][:3]), damping=0.1, memory_limit=70_000,
                  solver=dw.CG(rtol=1e-4, max_steps=200){progress})
     print("done")
 """

@@ -32,6 +32,10 @@ class Operator(ABC):
         """Bytes that solving with this matrix may take; None is the free memory of its device."""
         return None
 
+    def product_bytes(self, count: int) -> int:
+        """Bytes that a product with so many vectors takes beside the vectors; 0 where nobody has counted."""
+        return 0
+
     @abstractmethod
     def product(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K d"]:
         """A vₖ for every row vₖ. The result is new memory, which the caller may overwrite."""
@@ -78,6 +82,9 @@ class Damped(Operator):
     @property
     def memory_limit(self) -> int | None:
         return self.operator.memory_limit
+
+    def product_bytes(self, count: int) -> int:
+        return self.operator.product_bytes(count)
 
     def sample(self, rows: Int[Tensor, " B"]) -> "Damped":
         return Damped(self.operator.sample(rows), self.damping)

@@ -45,7 +45,7 @@ class Auto:
         # One product with a vector: 8 operations a parameter and row (2 gradients' worth).
         product = 8.0 * d * (operator.rows or d)
         options: list[tuple[float, int, Solver, str]] = [
-            (product * d + d**3 / 3, Cholesky.matrix_bytes(d), Cholesky(), f"d = {d:,}"),
+            (product * d + d**3 / 3, Cholesky.least_bytes(d), Cholesky(), f"d = {d:,}"),
         ]
         if isinstance(curvature, GaussNewtonMatrix) and damping + curvature.task.l2 > 0:
             size = len(curvature.task) * curvature.task.root_size

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class Cholesky:
     long as the factor; `stats` has the smallest and the number of negative ones.
     """
 
+    # Blocks of vectors at work, the right-hand sides among them, in units of the network's dtype; counted in float32,
+    # where most of them are float64.
+    blocks_held: ClassVar[float] = 10.0
+
     memory_limit: int | str | None = None
     rtol: float | None = None
 
@@ -55,7 +59,7 @@ class Cholesky:
         check_rtol(self.rtol)
 
     @staticmethod
-    def matrix_bytes(size: int) -> int:
+    def least_bytes(size: int) -> int:
         """Three (d, d) in float64 are at work at a time."""
         return 3 * 8 * size**2
 
@@ -64,7 +68,10 @@ class Cholesky:
         size = operator.size
         budget = Budget(operator.device, parse_bytes(self.memory_limit) or operator.memory_limit)
         _require_memory(size, budget)
-        matrix = _assemble(operator, budget)
+        width = _columns(operator, budget)
+        vectors = 3 * width * size * operator.dtype.itemsize  # columns, their products, and the parts of these
+        set_up = max(self.least_bytes(size), 8 * size**2 + vectors + operator.product_bytes(width))
+        matrix = _assemble(operator, width)
         stats: dict[str, Any] = {"matvecs": size}
         lower, failed = torch.linalg.cholesky_ex(matrix)
         diagonal = lower.diagonal()
@@ -76,7 +83,7 @@ class Cholesky:
         if not bool(failed) and not singular:
             if indefinite == "allow":
                 stats |= _sign_stats(torch.linalg.eigvalsh(matrix))
-            return Factor(operator, self._rtol(operator), lower, None, stats)
+            return Factor(operator, self._rtol(operator), lower, None, stats, set_up)
         del lower, diagonal
         eigenvalues = torch.linalg.eigvalsh(matrix)
         if indefinite == "raise":
@@ -85,7 +92,7 @@ class Cholesky:
             raise _singular_system(operator, eigenvalues)
         stats |= _sign_stats(eigenvalues)
         compact, pivots = torch.linalg.ldl_factor(matrix)
-        return Factor(operator, self._rtol(operator), compact, pivots, stats)
+        return Factor(operator, self._rtol(operator), compact, pivots, stats, set_up)
 
     def compute(self, state: "Factor", vectors: Float[Tensor, "K d"]) -> Solution:
         powers = exponents(vectors)
@@ -135,6 +142,11 @@ class Factor:
     factor: Float[Tensor, "d d"]
     pivots: Int[Tensor, " d"] | None
     stats: Mapping[str, Any]
+    set_up_bytes: int  # the peak before there was a factor
+
+    @property
+    def held_bytes(self) -> int:
+        return self.factor.nbytes
 
     def solve(self, vectors: Float[Tensor, "K d"]) -> tuple[Float[Tensor, "K d"], Float[Tensor, " K"]]:
         """Solutions after one step of refinement, where it halved the residual, and their relative residuals.
@@ -166,21 +178,26 @@ class Factor:
 
 def _require_memory(size: int, budget: Budget) -> None:
     budget.require(
-        Cholesky.matrix_bytes(size),
+        Cholesky.least_bytes(size),
         f"Cholesky of a matrix of size {size} (3 · 8 · d² bytes)",
         f"d ≤ {int((budget.available() / 24) ** 0.5)} would fit. Use Dual() where N·C is smaller than d, CG() "
         "otherwise, or name fewer parameters.",
     )
 
 
-def _assemble(operator: Operator, budget: Budget) -> Float[Tensor, "d d"]:
+def _columns(operator: Operator, budget: Budget) -> int:
+    """Columns of the matrix to compute at a time."""
+    # The other two thirds of the memory are not yet in use: a block, its product and what the product needs inside,
+    # twelve blocks together, as counted on a small network.
+    size = operator.size
+    spare = max(0, min(budget.available(), Cholesky.least_bytes(size)) - 8 * size**2)
+    return max(1, min(size, 512, spare // (12 * size * operator.dtype.itemsize)))
+
+
+def _assemble(operator: Operator, width: int) -> Float[Tensor, "d d"]:
     """The matrix in float64 from products with blocks of the identity, made symmetric in place."""
     size = operator.size
     matrix = torch.empty(size, size, dtype=torch.float64, device=operator.device)
-    # The other two thirds of the memory are not yet in use; a block, its product and what the
-    # product needs inside take a share of them.
-    spare = max(0, budget.available() - 8 * size**2)
-    width = max(1, min(size, 512, spare // (16 * size * operator.dtype.itemsize)))
     for start in range(0, size, width):
         columns = torch.zeros(min(width, size - start), size, dtype=operator.dtype, device=operator.device)
         columns.diagonal(offset=start).fill_(1.0)

@@ -1,5 +1,6 @@
 """Dual: the exact damped Gauss-Newton solution through the (N·C, N·C) kernel of the outputs."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from downweight.curvature.gauss_newton import GaussNewtonMatrix
 from downweight.curvature.operator import Damped, Operator
 from downweight.errors import InvalidInput, SingularSystem
 from downweight.features import RowGradients
-from downweight.gradients import Gradients, roots
+from downweight.gradients import Gradients, roots, training
 from downweight.kernel import Kernel
 from downweight.memory import Budget, parse_bytes
 from downweight.progress import track
@@ -32,7 +33,8 @@ _REFINEMENTS = 3  # each gains about the digits that one solve has; two have alw
 # Systems that are checked by products of the matrix itself, in float32. On an MNIST network (200 rows, λ from 1e-2 to
 # 1e-5) the largest of eight such residuals lies above the true ones of 99 in 100 queries.
 _CHECKED = 8
-# Of eps ‖K‖ / (μN), where torch has no second derivatives to check with: there the true ones were 1/60 to 1/200 of it.
+# Of eps ‖K‖ / (μN), where torch has no second derivatives to check with, or there is no room for it: the true ones were
+# 1/60 to 1/200 of it.
 _ROUNDING = 1 / 20
 
 # Right-hand sides that are held, and that are at work, at a time: a quarter and an eighth of the kernel's width at
@@ -110,9 +112,10 @@ class Dual:
             f"A kernel of {fits:,} would fit: {fits // task.root_size:,} rows, or use solver='cg', "
             "which needs no matrix.",
         )
-        kernel = Kernel(RowGradients(task), budget, curvature.row_bytes)
+        # Half of what the matrices leave is for features, the rest for right-hand sides.
+        room = (available - _matrix_bytes(size)) // 2
+        kernel = Kernel(RowGradients(task, budget), room, curvature.row_bytes)
         family = roots(task)
-        room = available - _matrix_bytes(size) - kernel.feature_bytes(family)
         gram = kernel.gram(family, family)
         factor = gram.clone().T  # column-major, as LAPACK wants it, so that nothing is copied again
         factor.diagonal().add_(shift * len(task))
@@ -124,9 +127,12 @@ class Dual:
                 f"float64 (largest kernel entry {float(gram.diagonal().max()):.3g}). Raise the damping."
             )
         rtol = self.rtol or (1e-10 if task.dtype == torch.float64 else 1e-4)
+        # The matrices are there by now: products with vectors get what they leave.
+        curvature = GaussNewtonMatrix(task, memory_limit=room)
+        operator = Damped(curvature, damping)
         # Right-hand sides and answers of the held, and four temporaries of those at work, each for half of the room.
         held, work = (max(1, min(math.ceil(size / part), room // (2 * count * 8 * size))) for part, count in _BLOCKS)
-        return DualState(operator, curvature, kernel, gram, factor, shift, rtol, held, work)
+        return DualState(operator, curvature, kernel, gram, factor, shift, rtol, room, held, work)
 
     def compute(self, state: "DualState", vectors: Float[Tensor, "K d"]) -> Solution:
         return state.solve(vectors)
@@ -149,16 +155,40 @@ class DualState:
     factor: Float[Tensor, "m m"]
     shift: float
     rtol: float
+    room: int  # bytes for vectors, beside the matrices
     held: int  # right-hand sides at a time
     work: int  # and of those, at work at a time
 
     def memory_estimate(self, systems: int) -> int:
         """Peak bytes of solving so many systems, beside what was there before."""
-        size = len(self.gram)
+        size, train, others = len(self.gram), roots(self.curvature.task), training(self.curvature.task)
         blocks = sum(
             count * min(systems, most) for (_, count), most in zip(_BLOCKS, (self.held, self.work), strict=True)
         )
-        return _matrix_bytes(size) + 8 * size * blocks + self.kernel.feature_bytes(roots(self.curvature.task))
+        kernel = self.kernel
+        passing = max(kernel.forming_bytes(train), kernel.forming_bytes(others, self.work))
+        features = kernel.feature_bytes(train)
+        forming = 9 * size**2 + features * (1 if kernel.holds(train) else 2) + passing
+        pairing = 8 * size * blocks + features + kernel.feature_bytes(others, self.work) + passing
+        checked = min(self._checked, systems)
+        checking = checked * self.system_bytes + self.curvature.product_bytes(checked)
+        return max(forming, _matrix_bytes(size), self.held_bytes + max(pairing, checking))
+
+    @property
+    def held_bytes(self) -> int:
+        return self.gram.nbytes + self.factor.nbytes
+
+    @property
+    def system_bytes(self) -> int:
+        """Bytes that one more vector takes in `solve`, itself among them; counted."""
+        return 6 * self.curvature.vector_bytes + 6 * 8 * len(self.gram)
+
+    @property
+    def _checked(self) -> int:
+        """Systems to check by products in float32, as many as there is room for."""
+        if self.curvature.dtype == torch.float64:
+            return 0
+        return max(0, min(_CHECKED, (self.room - self.curvature.product_bytes(1)) // self.system_bytes))
 
     @property
     def _scale(self) -> float:
@@ -248,15 +278,16 @@ class DualState:
             return residual
         eps = torch.finfo(self.curvature.dtype).eps
         order = residual.argsort()
-        few = order[torch.linspace(0, len(order) - 1, min(_CHECKED, len(order))).round().long()]
-        size = self.kernel.pass_rows(1)
-        vectors = [solved.only(place, place + 1).vectors(self.kernel.formed, size) for place in few.tolist()]
-        try:
-            floor = self.solve(torch.cat(vectors)).residual.max()
-        except (InvalidInput, NotImplementedError):  # the matrix differentiates twice, the kernel once
-            floor = _ROUNDING * eps * torch.linalg.matrix_norm(self.gram) / self._scale
+        few = order[torch.linspace(0, len(order) - 1, min(self._checked, len(order))).round().long()].tolist()
+        floor = float(_ROUNDING * eps * torch.linalg.matrix_norm(self.gram) / self._scale)
+        # The matrix differentiates twice, the kernel once.
+        with contextlib.suppress(InvalidInput, NotImplementedError):
+            if few:
+                size = self.kernel.pass_rows(1)
+                vectors = [solved.only(place, place + 1).vectors(self.kernel.formed, size) for place in few]
+                floor = float(self.solve(torch.cat(vectors)).residual.max())
         # A vector of zeros is solved exactly; others, and their scores, are held to a few units of rounding only.
-        return torch.where(residual > 0, residual.clamp_min(max(float(floor), 4 * eps)), residual)
+        return torch.where(residual > 0, residual.clamp_min(max(floor, 4 * eps)), residual)
 
     # -- for any vectors ----------------------------------------------------------------------
 
@@ -291,21 +322,25 @@ class DualState:
 
     def seen(self, vectors: Float[Tensor, "K d"]) -> Float[Tensor, "K m"]:
         """B v: what the outputs' roots see of each vector, row by row of the training set."""
+        blocks = vectors.split(self.curvature.block)
         parts = [
-            torch.einsum("kbo,rbo->kbr", at.push(vectors).flatten(2).double(), root).flatten(1)
+            torch.cat(
+                [torch.einsum("kbo,rbo->kbr", at.push(block).flatten(2).double(), root).flatten(1) for block in blocks]
+            )
             for at, root in self._linearized()
         ]
         return torch.cat(parts, 1)
 
     def combine(self, vectors: Float[Tensor, "K d"], dual: Float[Tensor, "K m"]) -> Float[Tensor, "K d"]:
         """(v − Bᵀ y) / μ, the primal solution of a dual one."""
-        pulled, start = torch.zeros_like(vectors), 0
+        pulled, start, block = torch.zeros_like(vectors), 0, self.curvature.block
         for at, root in self._linearized():
             count = root.shape[1] * root.shape[0]
             part = dual[:, start : start + count].unflatten(1, (root.shape[1], root.shape[0]))
             start += count
-            cotangents = torch.einsum("kbr,rbo->kbo", part, root)
-            pulled += at.pull(cotangents.unflatten(2, self.curvature.task.output_shape))
+            cotangents = torch.einsum("kbr,rbo->kbo", part, root).unflatten(2, self.curvature.task.output_shape)
+            for first in range(0, len(vectors), block):
+                pulled[first : first + block] += at.pull(cotangents[first : first + block])
         return (vectors - pulled).div_(self.shift)
 
     def _linearized(self) -> Iterator[tuple]:

@@ -66,7 +66,7 @@ class LiSSA:
     """
 
     # Blocks of vectors at work, the right-hand sides among them; measured by benchmarks/memory.py.
-    blocks_held: ClassVar[float] = 5.0
+    blocks_held: ClassVar[float] = 8.75
 
     scale: float | int | None = None
     depth: int = 5000

@@ -151,7 +151,7 @@ def examine_sign(operator: Operator, indefinite: Indefinite) -> dict[str, Any]:
     if operator.positive and indefinite == "raise":
         return {}
     # The basis may take half of what is free, but ten vectors are needed for a useful answer.
-    affordable = Budget(operator.device).available() // (2 * 8 * operator.size)
+    affordable = Budget(operator.device, operator.memory_limit).available() // (2 * 8 * operator.size)
     spectrum = lanczos(operator, steps=max(10, min(100, affordable)))
     negative = clearly_negative(spectrum.smallest, spectrum.norm, operator.dtype)
     if negative and indefinite == "raise":
@@ -208,9 +208,11 @@ def sufficient_damping(damping: float, spectrum: Spectrum) -> float:
 def dot(a: Float[Tensor, "K d"], b: Float[Tensor, "K d"]) -> Float[Tensor, " K"]:
     """aₖ · bₖ for every k, accumulated in float64 without a float64 copy of the whole block."""
     count, size = a.shape
-    # On two CPU cores temporaries of 8 MiB, which stay in the cache, took 26 ms for 20 float32 vectors of 2,000,000 and
-    # those of 32 MiB 160 ms or more (measured once); a GPU wants few launches instead (not measured).
-    width = max(1, (2**20 if a.device.type == "cpu" else 2**24) // max(count, 1))
+    # On two CPU cores temporaries of 1 or 2 MiB, which stay in the cache, took 26 ms for 20 float32 vectors of
+    # 2,000,000, those of 8 MiB 66 ms and of 32 MiB 290 ms (measured once); a GPU wants few launches instead (not
+    # measured), with three temporaries that are still less than the block.
+    pieces = 2**17 if a.device.type == "cpu" else min(2**24, max(2**17, a.numel() // 8))
+    width = max(1, pieces // max(count, 1))
     total = a.new_zeros(count, dtype=torch.float64)
     for start in range(0, size, width):
         piece = slice(start, start + width)
