@@ -493,11 +493,12 @@ def test_a_memory_limit_that_is_none(made, limit):
 # too little memory
 
 
-def test_dual_too_large_for_its_memory(made):
-    """The kernel of N*C = 30 needs 7 KB and some working space; 2 KB are refused, with a way out."""
+@pytest.mark.parametrize("limit", [2_000, 12_000])
+def test_dual_too_large_for_its_memory(made, limit):
+    """The kernel of N*C = 30 needs 7 KB and some working space; less is refused, with a way out."""
     task = made.task()
     with untouched(made.model), refused(MemoryError, match="(?i)memory") as caught:
-        dw.influence(task, queries=made.queries, damping=0.1, solver="dual", memory_limit=2_000)
+        dw.influence(task, queries=made.queries, damping=0.1, solver="dual", memory_limit=limit)
     assert any(word in str(caught.value).lower() for word in ("cg", "solver", "raise", "smaller", "larger"))
 
 

@@ -348,8 +348,8 @@ class System:
 def _advice(task: Task, needed: int) -> str:
     """What would fit: that limit, or fewer parameters."""
     return (
-        f"The least memory_limit that would do is {gibibytes(needed)}; or name fewer parameters (parameters=[...] of "
-        f"the task has {task.size:,} now), or ask for fewer scores at a time."
+        f"Raise memory_limit to {gibibytes(needed)} at least, name fewer parameters (parameters=[...] of the task has "
+        f"{task.size:,} now), or ask for fewer scores at a time."
     )
 
 

@@ -160,7 +160,7 @@ class OverRows(Operator):
     def product_bytes(self, count: int) -> int:
         """Bytes of a product with `count` vectors beside the vectors, kept linearisations included."""
         # The sum over several chunks holds the part of the one before beside that of the next.
-        sums = count * self.vector_bytes if self.chunk_rows < self.rows else 0
+        sums = count * self.vector_bytes if self.chunk_rows < len(self._index) else 0
         return (self.kept_bytes or self.chunk_bytes) + self.pass_bytes(count) + sums
 
     def _over_vectors(self, chunk: Chunk, vectors: Tensor, block: int) -> Tensor:
