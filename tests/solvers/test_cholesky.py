@@ -35,9 +35,9 @@ def test_assembly_by_blocks_gives_the_same_answer(size):
 
 
 def test_too_large_is_refused_with_numbers():
-    limit = 3 * 8 * 40**2 - 1
+    limit = 2 * 8 * 40**2 - 1
     operator = Spy(matrix_with(spread(40, 10.0)))
-    with pytest.raises(MemoryLimit, match=r"37\.5 KiB.*d ≤ 39 would fit.*CG\(\)"):
+    with pytest.raises(MemoryLimit, match=r"25 KiB.*d ≤ 39 would fit.*CG\(\)"):
         solve(operator, vectors_of(1, 40), Cholesky(memory_limit=limit))
     assert operator.blocks == []
 

@@ -37,7 +37,8 @@ class Cholesky:
     A is built from products with the columns of the identity, made symmetric, stored and factored
     in float64, also where the products are float32 (the matrix then keeps their rounding). One
     step of refinement with the operator itself follows, so the residual is that of the operator
-    and not of the stored copy. Needs 3 · 8 · d² bytes and d products.
+    and not of the stored copy. Needs 2 · 8 · d² bytes, 3 · 8 · d² with
+    `indefinite="allow"`, and d products.
 
     - `memory_limit`: bytes (or "8GiB") that the matrix may use; None is the free memory.
     - `rtol`: a residual above it is returned as STAGNATED instead of DIRECT: the system is so badly
@@ -59,21 +60,24 @@ class Cholesky:
         check_rtol(self.rtol)
 
     @staticmethod
-    def least_bytes(size: int) -> int:
-        """Three (d, d) in float64 are at work at a time."""
-        return 3 * 8 * size**2
+    def least_bytes(size: int, indefinite: Indefinite = "raise") -> int:
+        """The matrix and its factor in float64, and a third (d, d) where the eigenvalues of both are asked for."""
+        return (2 if indefinite == "raise" else 3) * 8 * size**2
 
     def init(self, operator: Operator, *, indefinite: Indefinite = "raise") -> "Factor":
         check_indefinite(indefinite)
         size = operator.size
         budget = Budget(operator.device, parse_bytes(self.memory_limit) or operator.memory_limit)
-        _require_memory(size, budget)
-        width = _columns(operator, budget)
+        least = self.least_bytes(size, indefinite)
+        _require_memory(size, least, budget)
+        width = _columns(operator, min(budget.available(), least))
         vectors = 3 * width * size * operator.dtype.itemsize  # columns, their products, and the parts of these
-        set_up = max(self.least_bytes(size), 8 * size**2 + vectors + operator.product_bytes(width))
+        set_up = max(least, 8 * size**2 + vectors + operator.product_bytes(width))
         matrix = _assemble(operator, width)
         stats: dict[str, Any] = {"matvecs": size}
-        lower, failed = torch.linalg.cholesky_ex(matrix)
+        lower = matrix.clone().T  # column-major, as LAPACK wants it, so that nothing is copied again
+        failed = torch.empty((), dtype=torch.int32, device=matrix.device)
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))
         diagonal = lower.diagonal()
         # A pivot is never below the smallest eigenvalue nor above the largest, so their ratio
         # bounds the condition number from below: past 1 / (d eps) no digit of a solution is right.
@@ -176,22 +180,21 @@ class Factor:
         return torch.linalg.ldl_solve(self.factor, self.pivots, vectors.T.contiguous()).T
 
 
-def _require_memory(size: int, budget: Budget) -> None:
+def _require_memory(size: int, least: int, budget: Budget) -> None:
+    fits = int(size * (budget.available() / least) ** 0.5)
     budget.require(
-        Cholesky.least_bytes(size),
-        f"Cholesky of a matrix of size {size} (3 · 8 · d² bytes)",
-        f"d ≤ {int((budget.available() / 24) ** 0.5)} would fit. Use Dual() where N·C is smaller than d, CG() "
+        least,
+        f"Cholesky of a matrix of size {size} ({least // (8 * size**2)} · 8 · d² bytes)",
+        f"d ≤ {fits} would fit. Use Dual() where N·C is smaller than d, CG() "
         "otherwise, or name fewer parameters.",
     )
 
 
-def _columns(operator: Operator, budget: Budget) -> int:
-    """Columns of the matrix to compute at a time."""
-    # The other two thirds of the memory are not yet in use: a block, its product and what the product needs inside,
-    # twelve blocks together, as counted on a small network.
+def _columns(operator: Operator, room: int) -> int:
+    """Columns of the matrix to compute at a time, in what the factor will take later."""
+    # A block, its product and what the product needs inside: twelve blocks, as counted on a small network.
     size = operator.size
-    spare = max(0, min(budget.available(), Cholesky.least_bytes(size)) - 8 * size**2)
-    return max(1, min(size, 512, spare // (12 * size * operator.dtype.itemsize)))
+    return max(1, min(size, 512, (room - 8 * size**2) // (12 * size * operator.dtype.itemsize)))
 
 
 def _assemble(operator: Operator, width: int) -> Float[Tensor, "d d"]:
