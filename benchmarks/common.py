@@ -90,7 +90,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit or os.environ.get("DOWNWEIGHT_COMMIT", "unknown"),
+        "commit": os.environ.get("DOWNWEIGHT_COMMIT") or commit or "unknown",
     }
 
 
