@@ -40,7 +40,12 @@ def damping_of(name: str, curvature: str) -> float:
 @pytest.mark.parametrize(
     ("name", "curvature", "solver"),
     # MINRES meets CG's systems through the same products: every fourth case is enough for it.
-    [(n, c, s) for i, n in enumerate(CASES) for c, s in COMBINATIONS if s != "minres" or i % 4 == 0],
+    [
+        pytest.param(n, c, s, marks=[] if s in ("cholesky", "dual") else pytest.mark.slow)
+        for i, n in enumerate(CASES)
+        for c, s in COMBINATIONS
+        if s != "minres" or i % 4 == 0
+    ],
 )
 def test_scores(name, curvature, solver):
     """The (Q, N) scores of the queries' losses, with the dense solve as the truth."""
@@ -69,6 +74,7 @@ def test_products(name, curvature):
     assert relative_error(damped @ eye, truth + 0.3 * eye) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["dual", "cholesky"])
 @pytest.mark.parametrize("name", CASES)
 def test_self_influence(name, solver):
@@ -83,6 +89,7 @@ def test_self_influence_of_the_hessian(name):
     assert relative_error(values, oracle_of(name).self_influence("hessian", damping)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
 @pytest.mark.parametrize("name", CASES)
 def test_parameter_shift(name, curvature):
@@ -95,6 +102,7 @@ def test_parameter_shift(name, curvature):
     assert relative_error(added, truth.shifts(remove, curvature, damping, epsilon=-0.7)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_rows_and_groups(name):
     """A choice of rows keeps its order, a group is the sum of its rows; by either exact solver."""
@@ -138,6 +146,7 @@ def binary_margin(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return ((2 * targets.reshape(outputs.shape) - 1) * outputs).sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
 @pytest.mark.parametrize("name", WITH_MARGIN)
 def test_margin(name, curvature):

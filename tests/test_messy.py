@@ -521,6 +521,7 @@ class Interrupting(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("solver", ["auto", "dual", "cholesky", "cg", "minres", "lissa"])
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])

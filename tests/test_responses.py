@@ -227,6 +227,7 @@ def fitted_order(errors: list[float]) -> float:
     return float((x * y).sum() / (x * x).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "l2"), [(nn.SiLU, 0.0), (nn.Tanh, 0.05)])
 def test_influence_is_the_derivative_of_the_response_in_epsilon(activation, l2):
     """Central differences approach A⁻¹ Σ ∇L at second order: halving ε quarters the error, until 1e-9 of the response,
@@ -452,6 +453,7 @@ def outlier() -> Case:
     return Case(model, "squared_error", data, data, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damping", [0.01, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_a_response_that_leaves_the_basin_says_so(damping):
     task = outlier().task()

@@ -334,6 +334,7 @@ def assert_alone_is_the_same(task: dw.Task, objective: Any, **settings: Any) -> 
     assert len({tuple(row.tolist()) for row in together.parameters}) == len(REMOVALS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_order", ["shared", "independent"])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "attention", "encoder", "batchnorm"])

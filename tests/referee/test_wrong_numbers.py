@@ -65,6 +65,7 @@ def under_all_limits(model: nn.Module, compute) -> dict[tuple[int, ...], Tensor]
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["cholesky", "dual", "cg"])
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
 def test_01_scores_do_not_depend_on_batch_size(solver, curvature):
@@ -215,6 +216,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_06_every_kind_of_parameter_is_right(name):
     """Right for plain layers only: missing biases, reused layers, tied weights, norms, embeddings, strides, in-place.
@@ -230,6 +232,7 @@ def test_06_every_kind_of_parameter_is_right(name):
         assert_near(scores.values, oracle.scores(made.queries, curvature, damping), 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXOTIC)
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
 @pytest.mark.parametrize("solver", ["auto", "cg"])
@@ -297,6 +300,7 @@ def test_08_lissa_has_one_limit_for_every_scale():
         assert torch.as_tensor(scores.converged).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::downweight.DownweightWarning")  # noisy batches need not meet the tolerance
 def test_08_lissa_averages_its_repeats():
     """Repeats of LiSSA added up, or averaged twice: the answer is off by their number.
@@ -448,6 +452,7 @@ def in_both_precisions(made: Case) -> tuple[tuple[dw.Task, Any], tuple[dw.Task, 
     return coarse, fine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 @pytest.mark.parametrize("damping", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8])
 def test_09_a_float32_residual_sees_the_rounding_of_the_network(activation, damping):

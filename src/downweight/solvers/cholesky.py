@@ -185,8 +185,7 @@ def _require_memory(size: int, least: int, budget: Budget) -> None:
     budget.require(
         least,
         f"Cholesky of a matrix of size {size} ({least // (8 * size**2)} · 8 · d² bytes)",
-        f"d ≤ {fits} would fit. Use Dual() where N·C is smaller than d, CG() "
-        "otherwise, or name fewer parameters.",
+        f"d ≤ {fits} would fit. Use Dual() where N·C is smaller than d, CG() otherwise, or name fewer parameters.",
     )
 
 
