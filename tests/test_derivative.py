@@ -99,6 +99,7 @@ def test_gauss_newton_influence_is_the_derivative_of_the_bregman_response(name):
     assert 1.9 < fitted_order(steps, errors) < 2.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp_smooth", "binary_three_outputs", "layer_norm"])
 def test_hessian_influence_is_the_derivative_of_the_tilted_cost(name):
     """The cost, its slope at theta_s taken away so that theta_s is stationary, plus the proximity of the damping."""

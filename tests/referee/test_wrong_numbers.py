@@ -110,6 +110,7 @@ def test_02_ragged_batches_are_not_means_of_means(curvature):
     assert_near((15 * (first @ vectors) + 5 * (second @ vectors)) / 20, truth, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp_smooth", "cnn", "language_model", "row_weights", "scaled_loss"])
 @pytest.mark.parametrize("curvature", ["gauss_newton", "hessian"])
 def test_03_self_influence_is_the_diagonal_of_the_scores(name, curvature):
