@@ -194,7 +194,7 @@ def doctor() -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="The folder that the page is written to.")] = Path("downweight-demo"),
 ) -> None:
-    """Score the rows of an embedded table, as a page with pictures."""
+    """Take the paper's network on an embedded table apart, from retraining to influence, as a page with pictures."""
     with _told_plainly():
         from downweight.demo import run
 

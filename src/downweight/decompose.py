@@ -517,10 +517,11 @@ def _sentences(result: Decomposition) -> list[str]:
         spread = (result.predicted.mean(0) - result.predicted.mean()).square()
         if float(spread.sum()) > 0 and float(spread.max() / spread.sum()) > 0.5:
             row = result.meta["removals"][int(spread.argmax())]
+            spreading = "; choose='stratified' spreads the removals over all sizes of influence"
             sentences.append(
                 f"One removal ({row if len(row) < 4 else f'{len(row)} rows'}) carries "
                 f"{100 * float(spread.max() / spread.sum()):.0f} % of the spread of the predictions, and with it the "
-                "correlations; choose='stratified' spreads the removals over all sizes of influence."
+                f"correlations of the mean loss{'' if 'self-influence' in result.meta['chosen'] else spreading}."
             )
     if result.meta["settings"]["batch_order"] == "independent" and "warm_start" in table:
         sentences.append(
