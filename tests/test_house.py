@@ -48,6 +48,7 @@ ROOMS = [
     "respond",
     "report",
     "decompose",
+    "evaluate",
     "datasets",
     "doctor",
     "demo",

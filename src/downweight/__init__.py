@@ -22,6 +22,7 @@ from downweight.errors import (
     NotConverged,
     SingularSystem,
 )
+from downweight.evaluate import DatamodellingScore, linear_datamodelling_score
 from downweight.influence import influence, parameter_shift, self_influence
 from downweight.losses import Loss
 from downweight.measurements import Measurement
@@ -59,6 +60,7 @@ __all__ = [
     "Coverage",
     "DamagedResult",
     "Damped",
+    "DatamodellingScore",
     "Decomposition",
     "Dense",
     "DownweightError",
@@ -100,6 +102,7 @@ __all__ = [
     "grad_dot",
     "influence",
     "lanczos",
+    "linear_datamodelling_score",
     "parameter_shift",
     "relative_damping",
     "representer_points",

@@ -238,7 +238,7 @@ def _by_recipe(
     memory_limit: int | str | None,
     folder: Path | None,
 ) -> Response:
-    recipe, initial = _recipe_of(task, objective)
+    recipe, initial = recipe_of(task, objective)
     cold = objective.start == "initial"
     statistics = cold and bool(learning_modules(task, statistics=True, dropout=False))
     if exact and statistics:
@@ -252,14 +252,14 @@ def _by_recipe(
     start = initial if cold else task.params | task.buffers
     problem = Problem(task, objective.fidelity, objective.damping, removals, epsilon, exact)
     run = Run(problem, recipe, epochs, own, scale, statistics)
-    ended = _in_groups(run, start, objective.name, memory_limit, folder)
+    ended = in_groups(run, start, objective.name, memory_limit, folder)
     flat = unstack(ended.leaves).to(task.device)
     shift = flat if problem.relative else flat - task.flat
     notes = []
     if isinstance(objective, TwoStage):
         # With the rows, in each removal's own order where there is one, else once for all.
         whole = replace(problem, removals=removals if own is not None else removals[:1], epsilon=0.0)
-        kept = _in_groups(replace(run, problem=whole), start, "two_stage_with", memory_limit, folder)
+        kept = in_groups(replace(run, problem=whole), start, "two_stage_with", memory_limit, folder)
         shift = shift - (unstack(kept.leaves).to(task.device) - task.flat)
     if cold is False and any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in task.model.modules()):
         notes.append(
@@ -288,7 +288,7 @@ def _words(recipe: Recipe, epochs: int, done: bool, finite: bool) -> str:
     return f"trained for its {epochs} {unit}, as the recipe says, and not to a minimum"
 
 
-def _recipe_of(task: Task, objective: Objective) -> tuple[Recipe, dict[str, Tensor]]:
+def recipe_of(task: Task, objective: Objective) -> tuple[Recipe, dict[str, Tensor]]:
     origin = task.origin
     if origin is None or not isinstance(origin.recipe, Recipe):
         raise InvalidInput(
@@ -304,7 +304,7 @@ def _recipe_of(task: Task, objective: Objective) -> tuple[Recipe, dict[str, Tens
     return origin.recipe, origin.state or {}
 
 
-def _in_groups(run: Run, start: Stacked, what: str, memory_limit: int | str | None, folder: Path | None) -> Trained:
+def in_groups(run: Run, start: Stacked, what: str, memory_limit: int | str | None, folder: Path | None) -> Trained:
     """The run for all replicas, in groups that fit in memory; each group has a checkpoint of its own."""
     task, recipe = run.problem.task, run.recipe
     passes = Stack.of(task)
@@ -322,6 +322,7 @@ def _in_groups(run: Run, start: Stacked, what: str, memory_limit: int | str | No
             "damping": some.problem.damping,
             "exact": some.problem.exact,
             "own_order": some.own_order,
+            **({} if some.subsets is None else {"subsets": _digest({"": some.subsets})}),
             "start": _digest(start),
         }
         path = None if folder is None else folder / f"{what}-{group.start:05}-{group.stop:05}"

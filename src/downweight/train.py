@@ -339,6 +339,7 @@ class Run:
 
     own_order: from this epoch on each removal has a batch order of its own; None never.
     statistics: batch norm learns (and uses) the statistics of its batches; else those of the start stay.
+    subsets: the rows that each replica is trained on, as if there were no others, in an order of its own.
     """
 
     problem: Problem
@@ -347,15 +348,34 @@ class Run:
     own_order: int | None = None
     rate_scale: float = 1.0
     statistics: bool = False
+    subsets: Int[Tensor, "R n"] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows in an epoch."""
+        return len(self.problem.task) if self.subsets is None else self.subsets.shape[1]
 
     def order(self, epoch: int) -> Int[Tensor, "*R N"]:
-        rows = len(self.problem.task)
+        if self.subsets is not None:
+            orders = [self.recipe.order(self.rows, epoch, tuple(subset)) for subset in self.subsets.tolist()]
+            return self.subsets.gather(1, torch.stack(orders))
         if self.own_order is None or epoch < self.own_order:
-            return self.recipe.order(rows, epoch)
-        return torch.stack([self.recipe.order(rows, epoch, tuple(group)) for group in self.problem.removals])
+            return self.recipe.order(self.rows, epoch)
+        return torch.stack([self.recipe.order(self.rows, epoch, tuple(group)) for group in self.problem.removals])
 
     def of(self, replicas: slice) -> "Run":
-        return replace(self, problem=replace(self.problem, removals=self.problem.removals[replicas]))
+        subsets = None if self.subsets is None else self.subsets[replicas]
+        return replace(self, problem=replace(self.problem, removals=self.problem.removals[replicas]), subsets=subsets)
+
+    def alone(self, place: int) -> Problem:
+        """The problem of one replica over all rows; those outside its subset have no weight."""
+        problem = self.of(slice(place, place + 1)).problem
+        if self.subsets is None:
+            return problem
+        task = problem.task
+        weights = torch.zeros(len(task), dtype=torch.float64, device=task.device)
+        weights[self.subsets[place].to(task.device)] = len(task) / self.rows
+        return replace(problem, task=task.with_weights(weights if task.weights is None else weights * task.weights))
 
 
 def optimise(run: Run, start: Stacked, buffers: Stacked, passes: Stack, what: str, keep: "Keep") -> Trained:
@@ -380,7 +400,7 @@ def optimise(run: Run, start: Stacked, buffers: Stacked, passes: Stack, what: st
 def _epochs(run: Run, gradient: Gradient, leaves: Stacked, buffers: Stacked, what: str, keep: "Keep") -> None:
     recipe, task = run.recipe, run.problem.task
     steps = Steps(gradient, recipe, leaves, buffers)
-    size = recipe.batch_rows(len(task))
+    size = recipe.batch_rows(run.rows)
     first = keep.resume(leaves, buffers, steps.optimizer, run.epochs.start)
     for epoch in track(range(first, run.epochs.stop), what):
         steps.set_rate(recipe.rate(epoch) * run.rate_scale)
@@ -421,8 +441,7 @@ def _lbfgs(run: Run, gradient: Gradient, leaves: Stacked, what: str) -> None:
     if run.problem.fidelity == "quadratic":
         raise InvalidInput("A linearised response is not optimised by L-BFGS: use dw.GaussNewton(), which is exact.")
     for place in track(range(count), what):
-        alone = run.of(slice(place, place + 1)).problem
-        one = Gradient(alone, Stack(task, False))
+        one = Gradient(run.alone(place), Stack(task, False))
         own = part(leaves, slice(place, place + 1))
         variables = [value.detach().clone().requires_grad_() for value in own.values()]
         optimizer = torch.optim.LBFGS(
@@ -605,7 +624,8 @@ def run_replicas(run: Run, *, initial: Stacked, passes: Stack, what: str, keep: 
     count = len(run.problem.removals)
     short = max(0, passes.at_least - count)
     if short:
-        run = replace(run, problem=replace(run.problem, removals=[*run.problem.removals, *[()] * short]))
+        more = None if run.subsets is None else torch.cat([run.subsets, run.subsets[:1].expand(short, -1)])
+        run = replace(run, problem=replace(run.problem, removals=[*run.problem.removals, *[()] * short]), subsets=more)
     names = run.problem.task.names
     changing = {name for name in run.problem.task.buffers} if run.statistics and _has_statistics(run) else set()
     many = {name: initial[name].expand(count + short, *initial[name].shape) for name in (*names, *sorted(changing))}
