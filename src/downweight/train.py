@@ -156,7 +156,8 @@ class Gradient:
                 torch.random.set_rng_state(drawn)  # dropout's masks are those that the replica draws alone
                 own = part(positions, block), part(buffers, block)
                 parts.append(self._block(*own, inputs, targets, fidelity, removal, block, shared))
-            gradients = {name: torch.cat([some[name] for some in parts]) for name in leaves}
+            alone = len(parts) == 1
+            gradients = parts[0] if alone else {name: torch.cat([some[name] for some in parts]) for name in leaves}
         return self._with_penalties(gradients, leaves, penalty)
 
     def _block(
@@ -310,8 +311,21 @@ class Steps:
     def _step(self, index: Tensor) -> None:
         gradients = self.gradient.batch(self.leaves, self.buffers, index)
         for name, leaf in self.leaves.items():
+            if self.capturing and gradients[name].stride() != leaf.stride():
+                self._lay(leaf, like=gradients[name])
             leaf.grad = gradients[name]
         self.optimizer.step()
+
+    def _lay(self, leaf: Tensor, like: Tensor) -> None:
+        """Lay a leaf and its momenta in memory as its gradient comes: transposed for a layer's weight, never copied.
+
+        Called at the first step, before anything is captured; a matrix product takes either way.
+        """
+        leaf.data = torch.empty_like(like).copy_(leaf.data)
+        held = self.optimizer.state.get(leaf, {})
+        for key, value in held.items():
+            if isinstance(value, Tensor) and value.shape == leaf.shape:
+                held[key] = torch.empty_like(like).copy_(value)
 
 
 def _optimizer(recipe: Recipe, leaves: list[Tensor], rate: Any, capturing: bool) -> torch.optim.Optimizer:
