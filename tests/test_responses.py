@@ -18,6 +18,7 @@ from torch.testing import assert_close
 import downweight as dw
 import oracles
 from cases import Case, UserLoss, log_cosh, mlp
+from downweight import proximal
 from downweight.stack import Stack, stack, unstack
 from downweight.train import Gradient, Problem
 from oracles import LOSSES, Oracle
@@ -306,6 +307,34 @@ def test_a_mixture_of_sizes_is_the_same_one_by_one():
         assert_close(together.shift[place], alone.shift[0], rtol=1e-6, atol=1e-8)
     expected = minimised(dense(activation=nn.Tanh), large, 0.3) - dense(activation=nn.Tanh).theta
     assert (together.shift[1] - expected).norm() < 1e-7 * expected.norm()
+
+
+def test_hard_removals_that_are_put_off_end_where_they_do_alone(monkeypatch):
+    """Blocks of two, and two evaluations in the first round: most removals are put off, and nothing else changes."""
+    made, removals = network(nn.Tanh), [[row] for row in (1, 5, 9, 13, 20)]
+    objective = dw.ProximalBregman(0.05, dw.GaussNewton(rtol=1e-9))
+    expected = dw.respond(made.task(), objective, removals)
+    monkeypatch.setattr(proximal, "_HURRY", 2)
+
+    def pairs(_: Any, removals: list) -> list[list[int]]:
+        return [list(range(len(removals)))[k : k + 2] for k in range(0, len(removals), 2)]
+
+    monkeypatch.setattr(proximal.LeftOut, "blocks", pairs)
+    rounds = []
+    run = proximal._Work.run
+
+    def counted(self: Any, *settings: Any, hurried: bool) -> Any:
+        answer = run(self, *settings, hurried=hurried)
+        rounds.append((hurried, len(answer.late)))
+        return answer
+
+    monkeypatch.setattr(proximal._Work, "run", counted)
+    found = dw.respond(made.task(), objective, removals)
+    assert (True, 2) in rounds, "two removals of a block are put off"
+    assert rounds[-1][0] is False
+    assert found.converged.all()
+    assert found.result == expected.result
+    assert_close(found.shift, expected.shift, rtol=1e-7, atol=1e-10)
 
 
 def test_the_response_without_the_kernel_of_the_outputs(monkeypatch):

@@ -42,6 +42,7 @@ _FAR = 3.0  # a response this many times as long as its first step is followed f
 _FARTHEST = 10.0  # and one this long is let go
 _STAGE = 64  # evaluations in one step of that continuation
 _FINEST = 1 / 64  # of ε: the smallest step of that continuation
+_HURRY = 16  # evaluations of a first round over many blocks: what takes longer is put off, and done together
 _OUTPUT_NOISE = 4.0  # units of rounding in which the outputs of two passes differ by chance. A guess.
 
 
@@ -72,6 +73,7 @@ class Answer:
     endings: tuple[Ending, ...]
     words: tuple[str, ...]
     evaluations: tuple[int, ...]
+    late: tuple[int, ...] = ()  # those that a hurried round put off
 
 
 def proximal_bregman(
@@ -86,17 +88,33 @@ def proximal_bregman(
     rtol = settings.rtol or (1e-6 if task.dtype == torch.float64 else 1e-3)
     matrix = LeftOut.of(task, damping, memory_limit)
     passes, kinked = Stack.of(task), has_kinks(task)
-    answers = []
-    blocks = matrix.blocks(removals)
-    for block in track(blocks, "Removals by Gauss-Newton"):
-        work = _Work(task, damping, [removals[place] for place in block], epsilon, passes, matrix)
-        answers.append(work.run(replace(settings, rtol=rtol), kinked))
-    order = torch.tensor([place for block in blocks for place in block]).argsort()
-    flat = [entry for answer in answers for entry in zip(answer.endings, answer.words, answer.evaluations, strict=True)]
-    endings, words, evaluations = zip(*(flat[place] for place in order.tolist()), strict=True)
-    shift = torch.cat([answer.shift for answer in answers])[order.to(task.device)]
-    relative = torch.cat([answer.relative_gradient for answer in answers])[order]
-    return Answer(shift, relative, endings, words, evaluations)
+    settings = replace(settings, rtol=rtol)
+    shift = task.flat.new_zeros(len(removals), task.size)
+    relative = torch.zeros(len(removals), dtype=torch.float64)
+    endings, words = [Ending.STEPS] * len(removals), [""] * len(removals)
+    evaluations = [0] * len(removals)
+
+    def work_on(places: Sequence[int], what: str, *, hurried: bool) -> list[int]:
+        """Those of the places that are not done, after a round over all of them."""
+        late = []
+        blocks = matrix.blocks([removals[place] for place in places])
+        hurried = hurried and len(blocks) > 1 and settings.max_steps > _HURRY
+        for block in track(blocks, what):
+            chosen = [places[k] for k in block]
+            work = _Work(task, damping, [removals[place] for place in chosen], epsilon, passes, matrix)
+            answer = work.run(settings, kinked, hurried=hurried and len(block) > 1)
+            shift[chosen], relative[chosen] = answer.shift, answer.relative_gradient
+            for k, place in enumerate(chosen):
+                endings[place], words[place] = answer.endings[k], answer.words[k]
+                evaluations[place] += answer.evaluations[k]
+            late += [chosen[k] for k in answer.late]
+        return late
+
+    # One hard removal would hold up all that share a block with it; the hard ones then share blocks of their own.
+    late = work_on(range(len(removals)), "Removals by Gauss-Newton", hurried=True)
+    if late:
+        work_on(late, "Removals that take longer", hurried=False)
+    return Answer(shift, relative, tuple(endings), tuple(words), tuple(evaluations))
 
 
 # -- the network ----------------------------------------------------------------------------------
@@ -346,7 +364,11 @@ class _Work:
 
     # -- from θˢ to the response
 
-    def run(self, settings: GaussNewton, kinked: bool) -> Answer:
+    def run(self, settings: GaussNewton, kinked: bool, *, hurried: bool = False) -> Answer:
+        """From θˢ to every response; hurried, only to those that a few evaluations reach."""
+        if hurried:
+            settings = replace(settings, max_steps=_HURRY)
+        late: list[int] = []
         which = list(range(self.count))
         one = torch.ones(self.count, dtype=torch.float64, device=self.task.device)
         zero = self.flat.new_zeros(self.count, len(self.flat))
@@ -375,13 +397,16 @@ class _Work:
                 astray = endings[k] is Ending.STEPS and bool(
                     norms(found.gradient[place : place + 1]) > self.size[k] / 2
                 )
-                if far or astray or endings[k] in (Ending.LEFT, Ending.CURVATURE, Ending.STAGNATED):
+                hard = far or astray or endings[k] in (Ending.LEFT, Ending.CURVATURE, Ending.STAGNATED)
+                if hurried and (hard or endings[k] is Ending.STEPS):
+                    late.append(k)
+                elif hard:
                     found.put([place], self._follow(k, start, settings, kinked, endings, words), [0])
             shift[going] = found.shift
             relative[moving] = (norms(self.evaluate(shift[moving], moving, one[moving])[1]) / self.size[moving]).cpu()
         known = tuple(endings[k] for k in which)
         said = tuple(words.get(k, ending.value) for k, ending in enumerate(known))
-        return Answer(shift, relative, known, said, tuple(self.evaluations))
+        return Answer(shift, relative, known, said, tuple(self.evaluations), tuple(late))
 
     def _lost(self, shift: Float[Tensor, "k d"], rtol: float) -> Bool[Tensor, " k"]:
         """Whether rounding hides a response at this tolerance: θˢ + δ changes δ, or the outputs' own their movement."""
@@ -437,7 +462,7 @@ class _Work:
         """Descent from a point; why it stopped goes into `endings`."""
         assert settings.rtol is not None
         count, rtol = len(which), settings.rtol
-        memory = _Memory(count, self.flat)
+        memory = _Memory(count, self.flat, min(_MEMORY, settings.max_steps))
         direction = self._direction(memory, point, which, list(range(count)))
         stride = torch.ones(count, dtype=torch.float64, device=self.task.device)
         # Where the value is rounding noise, the gradient decides.
@@ -524,29 +549,30 @@ class _Work:
 class _Memory:
     """Changes of the gradient for each replica, newest first in a ring, and the BFGS matrix H that they make."""
 
-    def __init__(self, count: int, like: Tensor) -> None:
-        shape = (count, _MEMORY, len(like))
+    def __init__(self, count: int, like: Tensor, slots: int) -> None:
+        self.slots = slots
+        shape = (count, slots, len(like))
         self.steps, self.changes = like.new_zeros(shape), like.new_zeros(shape)
-        self.inverse = torch.zeros(count, _MEMORY, dtype=torch.float64, device=like.device)  # 1 / (step · change)
+        self.inverse = torch.zeros(count, slots, dtype=torch.float64, device=like.device)  # 1 / (step · change)
         self.count = [0] * count
 
     def add(self, places: list[int], steps: Tensor, changes: Tensor, bent: Tensor, teaches: Tensor) -> None:
         for row, new in enumerate(teaches.tolist()):
             if new:
                 place = places[row]
-                slot = self.count[place] % _MEMORY
+                slot = self.count[place] % self.slots
                 self.steps[place, slot], self.changes[place, slot] = steps[row], changes[row]
                 self.inverse[place, slot] = 1 / bent[row]
                 self.count[place] += 1
 
     def apply(self, places: list[int], vectors: Tensor, base: Callable[[Tensor], Tensor]) -> Tensor:
         """H v: the two loops of Nocedal and Wright, algorithm 7.4, around A_S⁻¹."""
-        depth = min(_MEMORY, max((self.count[place] for place in places), default=0))
+        depth = min(self.slots, max((self.count[place] for place in places), default=0))
         chosen = torch.tensor(places, device=vectors.device)
         slots, known = [], []
         for age in range(depth):
-            slots.append(torch.tensor([(self.count[p] - 1 - age) % _MEMORY for p in places], device=vectors.device))
-            held = torch.tensor([age < min(_MEMORY, self.count[p]) for p in places], device=vectors.device)
+            slots.append(torch.tensor([(self.count[p] - 1 - age) % self.slots for p in places], device=vectors.device))
+            held = torch.tensor([age < min(self.slots, self.count[p]) for p in places], device=vectors.device)
             known.append(self.inverse[chosen, slots[age]] * held)
         v, shares = vectors.clone(), []
         for slot, inverse in zip(slots, known, strict=True):
