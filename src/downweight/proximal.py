@@ -37,7 +37,8 @@ from downweight.task import Task
 
 _MEMORY = 30  # changes of the gradient that are kept for each removal: as many as a hard row takes evaluations
 _SHORTEST = 2.0**-24  # part of a step below which there is no descent along it
-_FIRST_LOOK = 8  # evaluations before the outputs of a piecewise-linear network are looked at, and then at each doubling
+_FIRST_LOOK = 2  # evaluations before the outputs of a piecewise-linear network are looked at, and then at each doubling
+_EARLY = 8  # up to here outputs may stand still because steps were refused: the next step must then be short as well
 _FAR = 3.0  # a response this many times as long as its first step is followed from ε = 0
 _FARTHEST = 10.0  # and one this long is let go
 _STAGE = 64  # evaluations in one step of that continuation
@@ -513,7 +514,9 @@ class _Work:
             if anew:
                 direction[anew] = self._direction(memory, point, which, anew)
             if kinked and evaluation == look:
-                look, seen = 2 * look, self._settled(point, which, seen, settings.settle, done)
+                short = norms(direction) <= settings.settle * norms(point.shift)
+                may = [evaluation > _EARLY or close for close in short.tolist()]
+                look, seen = 2 * look, self._settled(point, which, seen, settings.settle, may, done)
         for place, k in enumerate(which):
             endings[k] = done.get(place, Ending.STEPS)
         return point
@@ -522,15 +525,21 @@ class _Work:
         return -memory.apply(places, point.gradient[places], lambda v: self.matrix.solve(v, [which[p] for p in places]))
 
     def _settled(
-        self, point: _Point, which: list[int], seen: Tensor | None, part: float, done: dict[int, Ending]
+        self,
+        point: _Point,
+        which: list[int],
+        seen: Tensor | None,
+        part: float,
+        may: list[bool],
+        done: dict[int, Ending],
     ) -> Tensor:
-        """Outputs now, (k, N, outputs); what has moved by no more than a part of the response since `seen` is done."""
+        """Outputs now, (k, N, outputs); what may, and has moved by no more than a part of the response, is done."""
         outputs = self._outputs(point.shift)
         if seen is not None:
             start = self._outputs(torch.zeros_like(point.shift))[:1]
             moved, response = ((outputs - other).norm(dim=2).mean(1) for other in (seen, start))
             for place, small in enumerate((moved <= part * response).tolist()):
-                if small and place not in done:
+                if small and may[place] and place not in done:
                     done[place] = Ending.SETTLED
         return outputs
 
