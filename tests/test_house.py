@@ -36,6 +36,7 @@ ROOMS = [
     "solvers",
     "solve",
     "damping",
+    "meta",
     "store",
     "scores",
     "influence",

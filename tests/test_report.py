@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+import downweight as dw
+from downweight.meta import read_meta
 from downweight.report import charts, page
+from downweight.store import write_folder
 
 STAGES = ["cold_start", "warm_start", "proximal", "proximal_bregman", "linearized", "influence"]
 GAPS = {"warm_start": 0.8, "proximity": 0.05, "non_convergence": 0.3, "linearization": 0.004, "solver": 2e-9}
@@ -424,23 +427,41 @@ def test_the_report_computes_nothing_and_imports_no_torch():
         imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not {name.split(".")[0] for name in imported} & {"torch", "numpy", "pandas", "scipy"}
         ours = {name for name in imported if name.split(".")[0] == "downweight"}
-        assert ours <= {"downweight.report", "downweight.report.charts", "downweight.version"}
+        torchless = {"downweight.errors", "downweight.meta", "downweight.version"}
+        assert ours <= {"downweight.report", "downweight.report.charts"} | torchless
 
 
-def test_a_page_is_rendered_where_torch_is_not_installed(tmp_path):
-    """The package's own `__init__` imports torch, so here an empty package stands in its place."""
-    assert page.__file__ is not None
-    (tmp_path / "record.json").write_text(json.dumps(made_up(removals=5)))
+def test_a_saved_result_becomes_its_page_again_where_torch_is_not_installed(tmp_path):
+    """By the command line; what needs torch says so."""
+    written_by_the_store = ("format", "format_version", "package_version", "arrays", "checksum")
+    record = {name: value for name, value in made_up(removals=5).items() if name not in written_by_the_store}
+    write_folder(tmp_path / "saved", record, {})
     code = (
-        "import json, pathlib, sys, types\n"
-        "package = types.ModuleType('downweight')\n"
-        f"package.__path__ = [{str(Path(page.__file__).parent.parent)!r}]\n"
-        "sys.modules |= {'downweight': package, 'torch': None}\n"
-        "from downweight.report import page\n"
-        "page.write(json.loads(pathlib.Path('record.json').read_text()), 'page.html')\n"
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import downweight as dw\n"
+        "try:\n    dw.Task\nexcept ModuleNotFoundError as error:\n    print(error)\n"
+        "from downweight.cli import app\n"
+        "app(['report', 'saved', '--out', 'pages/page.html'])\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page.render(made_up(removals=5))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "downweight.Task needs PyTorch (pip install torch), which is not here.",
+        "Open pages/page.html",
+    ]
+    written = (tmp_path / "pages/page.html").read_text(encoding="utf-8")
+    record = {name: value for name, value in read_meta(tmp_path / "saved").items() if name != "arrays"}
+    assert written == page.render(record)
+    assert "made by downweight" in written.lower()
+
+
+def test_a_folder_of_something_else_is_no_page(tmp_path):
+    write_folder(tmp_path / "scores", {"kind": "scores"}, {})
+    with pytest.raises(dw.ForeignResult, match="holds 'scores'; expected 'decomposition'"):
+        page.of_saved(tmp_path / "scores", tmp_path / "page.html")
+    with pytest.raises(dw.DamagedResult, match="no such folder"):
+        page.of_saved(tmp_path / "none", tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
 
 
 CHROMIUM = shutil.which("chromium")

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from downweight.errors import DamagedResult, ForeignResult, InvalidInput, InvalidType
-from downweight.store import _checksum, read_folder, write_folder
+from downweight.meta import checksum
+from downweight.store import read_folder, write_folder
 from downweight.version import __version__
 
 META = {"kind": "scores", "damping": 1e-3, "names": ["a", "b"]}
@@ -311,7 +312,7 @@ def change_meta(path, **changes):
     file = path / "meta.json"
     meta = json.loads(file.read_text()) | changes
     del meta["checksum"]
-    file.write_text(json.dumps(meta | {"checksum": _checksum(meta)}))
+    file.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
 
 
 def test_a_newer_format_is_refused_by_its_number(tmp_path):

@@ -169,6 +169,18 @@ def decompose(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a decomposition: what --out or save wrote.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("page.html"),
+) -> None:
+    """Write the page of a saved decomposition again, with nothing computed anew; it needs no PyTorch."""
+    with _told_plainly():
+        from downweight.report import page
+
+        typer.echo(f"Open {page.of_saved(folder, out)}")
+
+
+@app.command()
 def doctor() -> None:
     """Show what this machine has, and what would be slow and why."""
     from rich.console import Console

@@ -33,14 +33,12 @@ import torch
 from torch import Tensor
 
 from downweight.errors import DamagedResult, ForeignResult, InvalidInput, InvalidType
+from downweight.meta import FORMAT, FORMAT_VERSION, checksum, files_of, read_meta
 from downweight.version import __version__
 
-FORMAT = "downweight"
-FORMAT_VERSION = 1  # raised when an older reader would misunderstand the folder
 SHARD_BYTES = 256 * 2**20  # a guess: few files, and blocks that fit beside other things in memory
 
 _OURS = ("format", "format_version", "package_version", "arrays", "checksum")
-_SHARD = re.compile(r"[^/\\]+-[0-9a-f]{8}-[0-9]{5,}\.safetensors")
 
 
 def write_folder(
@@ -87,7 +85,7 @@ def write_folder(
         }
         with _synced(partial / "meta.json") as file:
             whole = {**meta, "arrays": index}
-            file.write(json.dumps({**whole, "checksum": _checksum(whole)}, indent=1, allow_nan=False).encode())
+            file.write(json.dumps({**whole, "checksum": checksum(whole)}, indent=1, allow_nan=False).encode())
         _sync_folder(partial)
         _put_in_place(partial, path)
     except OSError as error:
@@ -106,7 +104,7 @@ def read_folder(path: str | os.PathLike[str], kind: str) -> "tuple[dict[str, Any
     Sizes of all shards are checked here; their checksums by `Stored.verify` and by `Stored.load`.
     """
     path = Path(path)
-    meta = _read_meta(path)
+    meta = read_meta(path)
     if meta["kind"] != kind:
         raise ForeignResult(f"{path} holds {meta['kind']!r}; expected {kind!r}.")
     try:
@@ -222,57 +220,12 @@ class Stored:
         return mapped
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    file = path / "meta.json"
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if path.is_dir():
-            raise DamagedResult(
-                f"{path} has no meta.json, which is written last: no result, or one cut short."
-            ) from None
-        raise DamagedResult(f"There is no result at {path}: no such folder.") from None
-    except IsADirectoryError:
-        raise DamagedResult(f"{file} is a folder and should be a file; the result was changed.") from None
-    except NotADirectoryError:
-        raise DamagedResult(f"{path} is a file; a result is a folder with a meta.json.") from None
-    except ValueError as error:
-        raise DamagedResult(f"{file} is not readable as JSON ({error}); it is damaged.") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise ForeignResult(f"{file} was not written by downweight (its 'format' is not {FORMAT!r}).")
-    version = meta.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise ForeignResult(
-            f"{path} has format version {version}, written by downweight {meta.get('package_version')}; "
-            f"downweight {__version__} reads up to version {FORMAT_VERSION}. Upgrade downweight to read it."
-        )
-    try:
-        whole = isinstance(version, int) and isinstance(meta["kind"], str)
-        whole = whole and all(_SHARD.fullmatch(name) for name in _files(meta))
-    except (KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise DamagedResult(f"{file} lacks its format version, kind or arrays; it was changed.")
-    if meta.pop("checksum", None) != _checksum(meta):
-        raise DamagedResult(
-            f"{file} has changed since it was written (its checksum differs or is missing). Restore it, or compute "
-            "the result again."
-        )
-    return meta
-
-
-def _checksum(meta: Mapping[str, Any]) -> int:
-    """The CRC-32 of what a meta.json says, whatever its spacing and the order of its keys."""
-    said = json.loads(json.dumps(meta))  # as JSON gives it back: keys are texts, tuples lists
-    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
-
-
 def _check_place(path: Path, kind: str) -> None:
     """Refuse a place that holds anything but an earlier result of the same kind."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     try:
-        found = _read_meta(path)["kind"]
+        found = read_meta(path)["kind"]
     except (DamagedResult, ForeignResult) as error:
         raise ForeignResult(
             f"{path} exists and is no result that may be replaced: {error} It is left alone; choose another name."
@@ -354,15 +307,11 @@ def _put_in_place(partial: Path, path: Path) -> None:
     for shard in partial.glob("*.safetensors"):
         os.rename(shard, path / shard.name)
     _sync_folder(path)
-    replaced = _files(_read_meta(path))
+    replaced = files_of(read_meta(path))
     os.replace(partial / "meta.json", path / "meta.json")
     _sync_folder(path)
     for name in replaced:
         (path / name).unlink(missing_ok=True)
-
-
-def _files(meta: dict[str, Any]) -> list[str]:
-    return [shard["file"] for entry in meta["arrays"].values() for shard in entry["shards"]]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from downweight.errors import ForeignResult
+from downweight.meta import read_meta
 from downweight.report import charts
 from downweight.report.charts import CONVERGED, LEFT, STATES, UNCONVERGED, UNRECORDED
 
@@ -172,6 +174,15 @@ def write(record: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def of_saved(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
+    """Write the page of a decomposition that was saved, without torch and without its arrays."""
+    folder = Path(folder)
+    record = read_meta(folder)
+    if record["kind"] != "decomposition":
+        raise ForeignResult(f"{folder} holds {record['kind']!r}; expected 'decomposition'.")
+    return write({name: value for name, value in record.items() if name != "arrays"}, path)
 
 
 def finite(value: Any, undefined: Counter[str]) -> Any:
