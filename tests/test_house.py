@@ -51,6 +51,7 @@ ROOMS = [
     "decompose",
     "evaluate",
     "datasets",
+    "paper",
     "doctor",
     "demo",
     "cli",
