@@ -36,10 +36,10 @@ def paths(
     x = altair.X("x:Q", title="θ₁", scale=altair.Scale(domain=[across[0], across[-1]], nice=False))
     y = altair.Y("y:Q", title="θ₂", scale=altair.Scale(domain=[along[0], along[-1]], nice=False))
     contours = _chart(lines).mark_line(strokeWidth=1.2).encode(
-        x=x, y=y, detail="piece:N", order="at:Q", color=_colour("cost", "contours of the cost", colours)
+        x=x, y=y, detail="piece:N", order="at:Q", color=_colour("cost", "cost", colours)
     )  # fmt: skip
     drawn = _chart(steps).mark_line(strokeWidth=2, point=altair.OverlayMarkDef(size=26)).encode(
-        x=x, y=y, order="at:Q", color=_colour("path", "path of ε from 0 to 1/N", ways_colours)
+        x=x, y=y, order="at:Q", color=_colour("path", "ε from 0 to 1/N", ways_colours)
     )  # fmt: skip
     star = "M0,-1L.23,-.31L.95,-.31L.36,.12L.59,.81L0,.38L-.59,.81L-.36,.12L-.95,-.31L-.23,-.31Z"
     stars_ = _chart(marks).mark_point(shape=star, size=170, filled=True, color=INK).encode(x=x, y=y)
@@ -113,4 +113,8 @@ def _colour(field: str, title: str, colours: Mapping[str, str]) -> altair.Color:
 
 
 def _svg(chart: Any) -> str:
-    return vl_convert.vegalite_to_svg(chart.configure(background="white").to_dict())
+    return vl_convert.vegalite_to_svg(
+        chart.properties(padding={"left": 5, "top": 5, "bottom": 5, "right": 40})
+        .configure(background="white")
+        .to_dict()
+    )
