@@ -864,3 +864,41 @@ def test_objectives_that_make_no_sense():
     for settings in ({"rtol": 0.0}, {"rtol": 2.0}, {"settle": 0.0}, {"max_steps": 0}, {"max_steps": 2.5}):
         with pytest.raises(dw.DownweightError, match=next(iter(settings))):
             dw.GaussNewton(**settings)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_leaves_are_laid_as_their_gradients_once_and_then_stay(optimizer):
+    """Before a GPU's graphs are captured: they would go on with the memory of before. The steps are the same."""
+    train_module = importlib.import_module("downweight.train")
+    stack_module = importlib.import_module("downweight.stack")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double().eval()
+    task = dw.Task(model, "cross_entropy", (torch.randn(20, 5).double(), torch.randint(0, 3, (20,))))
+    recipe = dw.Recipe(lr=0.1, epochs=1, optimizer=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
+
+    def steps() -> Any:
+        leaves = {name: value.requires_grad_() for name, value in stack_module.stack(task, 3).items()}
+        gradient = train_module.Gradient(
+            train_module.Problem(task, "cost", 0.0, [[0], [1], [2]], 1 / 20), stack_module.Stack(task, True)
+        )
+        return train_module.Steps(gradient, recipe, leaves, {})
+
+    plain, laid = steps(), steps()
+    laid.capturing = True
+    places = []
+    batches = [torch.arange(8), torch.arange(8, 16), torch.arange(16, 20), torch.arange(3, 4)]
+    whole = laid.gradient.batch
+    for number, batch in enumerate(batches):
+        if number == 2:  # a gradient that comes in another layout than at first
+
+            def turned(*arguments: Any) -> dict[str, Tensor]:
+                return {name: value.contiguous() for name, value in whole(*arguments).items()}
+
+            laid.gradient.batch = turned
+        for each in (plain, laid):
+            each._step(batch)
+        places.append([leaf.data_ptr() for leaf in laid.leaves.values()])
+        for name, leaf in plain.leaves.items():
+            assert_close(laid.leaves[name], leaf, rtol=1e-12, atol=1e-14)
+    assert laid.leaves["0.weight"].stride() != plain.leaves["0.weight"].stride()
+    assert places[0] == places[1] == places[2] == places[3]

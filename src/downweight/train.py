@@ -277,6 +277,7 @@ class Steps:
         self.optimizer = _optimizer(recipe, list(leaves.values()), self.rate, self.capturing)
         self.graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.seen: set[tuple[int, ...]] = set()
+        self.laid = False  # whether the leaves lie as their gradients come
 
     def set_rate(self, rate: float) -> None:
         if isinstance(self.rate, Tensor):
@@ -311,15 +312,20 @@ class Steps:
     def _step(self, index: Tensor) -> None:
         gradients = self.gradient.batch(self.leaves, self.buffers, index)
         for name, leaf in self.leaves.items():
-            if self.capturing and gradients[name].stride() != leaf.stride():
-                self._lay(leaf, like=gradients[name])
-            leaf.grad = gradients[name]
+            grad = gradients[name]
+            if self.capturing and grad.stride() != leaf.stride():
+                if self.laid:  # graphs know where the leaf lies
+                    grad = torch.empty_like(leaf).copy_(grad)
+                else:
+                    self._lay(leaf, like=grad)
+            leaf.grad = grad
+        self.laid = True
         self.optimizer.step()
 
     def _lay(self, leaf: Tensor, like: Tensor) -> None:
         """Lay a leaf and its momenta in memory as its gradient comes: transposed for a layer's weight, never copied.
 
-        Called at the first step, before anything is captured; a matrix product takes either way.
+        At the first step, before anything is captured; a matrix product takes either way.
         """
         leaf.data = torch.empty_like(like).copy_(leaf.data)
         held = self.optimizer.state.get(leaf, {})
