@@ -151,6 +151,21 @@ def test_importing_brings_torch_numpy_and_the_standard_library_only():
     assert done.stdout == "[]\n[]\n"
 
 
+def test_scores_do_not_wait_for_the_compiler_of_torch():
+    """A dispatch mode imports it, which takes a second and a half of a first call that needs a tenth."""
+    code = (
+        "import sys, torch\n"
+        "import downweight as dw\n"
+        "rows = (torch.randn(8, 3), torch.zeros(8).long())\n"
+        "task = dw.Task(torch.nn.Linear(3, 2), 'cross_entropy', rows)\n"
+        "for solver in ('cholesky', 'dual', 'cg'):\n"
+        "    dw.influence(task, rows, damping=1.0, solver=solver)\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_public_names_are_there_once():
     """Sorted they are by ruff (RUF022)."""
     assert len(set(dw.__all__)) == len(dw.__all__)

@@ -1,14 +1,15 @@
 """How much memory there is, and how much a user allows."""
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from downweight.errors import InvalidInput, MemoryLimit
@@ -55,19 +56,20 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class ResultSizes(TorchDispatchMode):
-    """Bytes of the result of every operation while it is active, in order."""
+@contextlib.contextmanager
+def output_sizes() -> Iterator[list[int]]:
+    """Bytes of every tensor that a module returns while it is active, in order."""
+    sizes: list[int] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
+    def seen(module: Any, arguments: Any, result: Any) -> None:
+        sizes.extend(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.sizes += [leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        return result
+    # A dispatch mode would see every operation, and costs a second and a half: it imports torch's compiler.
+    hook = nn.modules.module.register_module_forward_hook(seen)
+    try:
+        yield sizes
+    finally:
+        hook.remove()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from downweight.curvature.operator import Operator
 from downweight.errors import InvalidInput
 from downweight.linearization import Linearization
-from downweight.memory import Budget, ResultSizes
+from downweight.memory import Budget, output_sizes
 from downweight.rows import chunks
 from downweight.shapes import Float, Int
 from downweight.task import Task
@@ -147,15 +147,15 @@ class OverRows(Operator):
         return max(5 * self.row_bytes // 8, 2 * self._largest_activation()) + outputs
 
     def _largest_activation(self) -> int:
-        """Bytes a row of the largest result in a forward pass: what grows from one row to three."""
+        """Bytes a row of the largest output of a module in a forward pass: what grows from one row to three."""
         found = []
         with self.task.evaluating(), torch.no_grad():
             for count in (1, 3):
                 inputs, _ = self.task.rows.read(torch.arange(count) % len(self.task))
-                with ResultSizes() as results:
+                with output_sizes() as sizes:
                     self.task.forward(self.task.params, inputs)
-                found.append(results.sizes)
-        return max((large - small) // 2 for small, large in zip(*found, strict=False))
+                found.append(sizes)
+        return max(((large - small) // 2 for small, large in zip(*found, strict=False)), default=0)
 
     def product_bytes(self, count: int) -> int:
         """Bytes of a product with `count` vectors beside the vectors, kept linearisations included."""
