@@ -256,7 +256,9 @@ def test_a_real_ctrl_c(folder):
     (folder / "slow_study.py").write_text(
         MODULE + "\nimport pathlib, time\ndef slow():\n    pathlib.Path('started').touch()\n    time.sleep(60)\n"
     )
-    command = [sys.executable, "-c", "from downweight.cli import app; app()"]
+    # A shell that runs these tests in the background ignores Ctrl-C for all its children.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heard}; from downweight.cli import app; app()"]
     arguments = ["influence", "slow_study:slow", "--queries", "slow_study:queries", "--out", "scores.csv"]
     child = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
