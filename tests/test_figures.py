@@ -31,6 +31,7 @@ def test_response_paths_are_those_of_gradient_descent_on_a_quadratic():
     assert found.epsilon[-1] == 0.25
 
 
+@pytest.mark.slow
 def test_cold_and_warm_start_part_where_the_minima_are_a_line():
     found = response_paths()
     assert (found.cold[0] - found.warm[0]).norm() < 1e-2
@@ -44,6 +45,7 @@ def test_cold_and_warm_start_part_where_the_minima_are_a_line():
         assert word in picture
 
 
+@pytest.mark.slow
 def test_influence_moves_the_boundary_where_the_row_is_and_retraining_everywhere():
     found = decision_boundary()
     trained, others = found.train["trained"], torch.arange(len(found.targets)) != found.removed

@@ -133,6 +133,7 @@ def test_a_split_into_parts_averages_back(curvature, small, data):
     assert_near(torch.stack(parts).sum(0), whole @ vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", OPERATORS)
 @few
 @given(small=small_tasks(), data=st.data())
@@ -186,6 +187,7 @@ def test_epsilon_zero_moves_nothing(small):
     assert (shift == 0).all()
 
 
+@pytest.mark.slow
 @few
 @given(small=small_tasks())
 def test_queries_do_not_see_each_other(small):
