@@ -137,6 +137,11 @@ def test_every_module_says_what_it_holds():
         assert empty or ast.get_docstring(tree), f"{name} has no first line"
 
 
+def printed(code: str) -> str:
+    """What a process of its own prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
 def test_importing_brings_torch_numpy_and_the_standard_library_only():
     code = (
         "import sys, torch, numpy\n"
@@ -147,8 +152,7 @@ def test_importing_brings_torch_numpy_and_the_standard_library_only():
         "heavy = {'pandas', 'rich', 'typer', 'safetensors', 'altair', 'torchvision', 'jaxtyping', 'scipy', 'sklearn'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n[]\n"
+    assert printed(code) == "[]\n[]\n"
 
 
 def test_scores_do_not_wait_for_the_compiler_of_torch():
@@ -162,8 +166,7 @@ def test_scores_do_not_wait_for_the_compiler_of_torch():
         "    dw.influence(task, rows, damping=1.0, solver=solver)\n"
         "print('torch._dynamo' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert printed(code) == "False\n"
 
 
 def test_public_names_are_there_once():

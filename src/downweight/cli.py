@@ -158,10 +158,9 @@ def decompose(
         )
         if out is not None:
             result.save(out)
-        for frame in (result.table(), result.correlations()):
-            if len(frame):
-                typer.echo(frame.to_string(index=False, float_format="{:.4g}".format) + "\n")
-        typer.echo(result.verdict())
+        from downweight.decompose import as_text  # here, because a page is made again where torch is not installed
+
+        typer.echo(as_text(result))
         if report is not None:
             typer.echo(f"Open {result.report(report)}")
         if out is not None:

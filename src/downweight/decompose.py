@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from downweight.errors import DamagedResult, InvalidInput, InvalidType
+from downweight.errors import DamagedResult, InvalidInput
 from downweight.gradients import check_removals, training
 from downweight.influence import Curvature, System, as_groups, self_influence, warn_of_mode
 from downweight.losses import IGNORED, CrossEntropy
@@ -34,10 +34,12 @@ from downweight.objectives import (
 from downweight.progress import reporting, track
 from downweight.recipe import Recipe
 from downweight.respond import BatchOrder, Response, respond, stacked_outputs
-from downweight.rows import Rows, chunks
+from downweight.rows import Inputs, Rows, chunks
 from downweight.scores import require_fingerprint, versions
+from downweight.settings import rows_in
 from downweight.shapes import Float
 from downweight.solvers.solver import Indefinite, Solver
+from downweight.stack import Stacked
 from downweight.store import read_folder, write_folder
 from downweight.task import Task
 from downweight.version import __version__
@@ -324,9 +326,7 @@ def _choose(
     if choose not in ("random", "stratified"):
         raise InvalidInput(f'choose is "random" or "stratified", got {choose!r}.')
     rows = len(task)
-    if isinstance(size, bool) or not isinstance(size, int | float):
-        raise InvalidType(f"size is {size!r}; expected a number of rows, or a part of them below 1.")
-    each = round(size * rows) if size < 1 else int(size)
+    each = rows_in(size, rows)
     if remove < 1 or each < 1 or each >= rows or (each == 1 and remove > rows):
         raise InvalidInput(
             f"remove={remove} with size={size} asks for {remove} removals of {each} rows each, of {rows} rows. Name at "
@@ -405,13 +405,20 @@ def _changes(
     actual: dict[str, list[Tensor]] = {name: [] for name in order if name in responses}
     for index in chunks(torch.arange(len(asked)), 2048):
         inputs, targets = asked.read(index)
-        start = stacked_outputs(task, task.flat.expand(2, -1), {}, inputs)[0].double()
-        before = measured.function(start, targets)
+        before = measurements(task, measured, task.flat.expand(2, -1), {}, inputs, targets)[:, :1]
         for name, parts in actual.items():
             response = responses[name]
-            outputs = stacked_outputs(task, response.parameters.to(task.device), response.buffers, inputs).double()
-            parts.append(torch.stack([measured.function(each, targets) - before for each in outputs], 1))
+            flat = response.parameters.to(task.device)
+            parts.append(measurements(task, measured, flat, response.buffers, inputs, targets) - before)
     return predicted.double().cpu(), {name: torch.cat(parts).detach().double().cpu() for name, parts in actual.items()}
+
+
+def measurements(
+    task: Task, measured: Measurement, flat: Float[Tensor, "R d"], buffers: Stacked, inputs: Inputs, targets: Tensor
+) -> Float[Tensor, "Q R"]:
+    """m of these queries for every one of R networks, float64."""
+    outputs = stacked_outputs(task, flat, buffers, inputs).double()
+    return torch.stack([measured.function(each, targets) for each in outputs], 1)
 
 
 def _stage(response: Response) -> dict[str, Any]:
@@ -466,6 +473,13 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 # -- in words -------------------------------------------------------------------------------------
+
+
+def as_text(result: Decomposition) -> str:
+    """Both tables and the verdict, as a terminal shows them."""
+    frames = [frame for frame in (result.table(), result.correlations()) if len(frame)]
+    tables = [frame.to_string(index=False, float_format="{:.4g}".format) for frame in frames]
+    return "\n\n".join([*tables, result.verdict()])
 
 
 def _sentences(result: Decomposition) -> list[str]:

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from downweight.datasets.uci import concrete, split
-from downweight.decompose import Decomposition, decompose
-from downweight.progress import reporting
+from downweight.decompose import Decomposition, as_text, decompose
 from downweight.recipe import Recipe
 from downweight.task import Task
 from downweight.train import train
@@ -33,11 +32,8 @@ def result() -> Decomposition:
 
 def run(out: Path) -> Path:
     """Print the table and the verdict, and write the result and its page, `out`/page.html."""
-    with reporting(None):
-        found = result()
-    for frame in (found.table(), found.correlations()):
-        print(frame.to_string(index=False, float_format="{:.4g}".format) + "\n")
-    print(found.verdict())
+    found = result()
+    print(as_text(found))
     out.mkdir(parents=True, exist_ok=True)
     found.save(out / "decomposition")
     return found.report(out / "page.html")

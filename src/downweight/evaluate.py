@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from downweight.decompose import measurements
 from downweight.errors import ForeignResult, InvalidInput, InvalidType
 from downweight.gradients import check_removals
 from downweight.influence import as_groups, warn_of_mode
 from downweight.measurements import Measurement, as_measurement
 from downweight.objectives import ColdStart
 from downweight.progress import reporting, track
-from downweight.respond import in_groups, recipe_of, stacked_outputs
+from downweight.respond import in_groups, recipe_of
 from downweight.rows import chunks
-from downweight.scores import Scores
-from downweight.settings import whole
+from downweight.scores import Scores, differing
+from downweight.settings import rows_in, whole
 from downweight.shapes import Float, Int
 from downweight.stack import unstack
 from downweight.task import Task
@@ -91,7 +92,8 @@ def linear_datamodelling_score(
         asked = task.query_rows(queries)
         named = scores if isinstance(scores, Mapping) else {"": scores}
         measured = _measurement(task, named, measurement)
-        values = {name: _values(task, each, len(asked), name) for name, each in named.items()}
+        mine = task.fingerprint()
+        values = {name: _values(task, mine, each, len(asked), name) for name, each in named.items()}
         bootstrap = whole(bootstrap, "bootstrap", 1)
         chosen = _subsets(task, subsets, size, seed)
         recipe, start = recipe_of(task, ColdStart())
@@ -108,8 +110,7 @@ def linear_datamodelling_score(
         flat, parts = unstack(ended.leaves), []
         for index in chunks(torch.arange(len(asked)), 2048):
             inputs, targets = asked.read(index)
-            outputs = stacked_outputs(task, flat, ended.buffers, inputs).double()
-            parts.append(torch.stack([measured.function(each, targets) for each in outputs], 1).detach())
+            parts.append(measurements(task, measured, flat, ended.buffers, inputs, targets).detach())
         actual = torch.cat(parts).double().cpu()
         left_out = torch.ones(count, len(task), dtype=torch.float64)
         left_out.scatter_(1, chosen, 0.0)
@@ -148,7 +149,7 @@ def _measurement(task: Task, named: Mapping[str, Any], measurement: Any) -> Meas
     return measured
 
 
-def _values(task: Task, scores: Any, queries: int, name: str) -> Float[Tensor, "Q N"]:
+def _values(task: Task, fingerprint: dict[str, str], scores: Any, queries: int, name: str) -> Float[Tensor, "Q N"]:
     """(Q, N) in float64 on the CPU; refused where they are of other rows, queries or parameters."""
     what = f"scores[{name!r}]" if name else "scores"
     if isinstance(scores, Scores):
@@ -156,9 +157,7 @@ def _values(task: Task, scores: Any, queries: int, name: str) -> Float[Tensor, "
             raise InvalidInput(
                 f"{what} are of {len(scores.removals)} {scores.of}; expected those of all {len(task)} training rows."
             )
-        mine = task.fingerprint()
-        different = [part for part, value in mine.items() if scores.fingerprint.get(part) != value]
-        if different:
+        if different := differing(scores.fingerprint, fingerprint):
             raise ForeignResult(
                 f"{what} belong to another task: {', '.join(different)} differ. Compute them again on this one."
             )
@@ -180,9 +179,7 @@ def _values(task: Task, scores: Any, queries: int, name: str) -> Float[Tensor, "
 def _subsets(task: Task, subsets: Any, size: float, seed: int) -> Int[Tensor, "M n"]:
     rows = len(task)
     if isinstance(subsets, int) and not isinstance(subsets, bool):
-        if isinstance(size, bool) or not isinstance(size, int | float):
-            raise InvalidType(f"size is {size!r}; expected a number of rows, or a part of them below 1.")
-        each = round(size * rows) if size < 1 else int(size)
+        each = rows_in(size, rows)
         if subsets < 3 or not 1 <= each < rows:
             raise InvalidInput(
                 f"subsets={subsets} with size={size} asks for {subsets} subsets of {each} of {rows} rows. Name at "

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -243,14 +243,17 @@ def require_fingerprint(meta: dict[str, Any], task: Task, path: str | os.PathLik
     """Raise ForeignResult, naming what differs, unless a result belongs to this task."""
     if not isinstance(task, Task):
         raise InvalidType(f"expect is a {type(task).__name__}; expected the dw.Task that the result was made with.")
-    mine, theirs = task.fingerprint(), meta.get("fingerprint", {})
-    different = [name for name in mine if theirs.get(name) != mine[name]]
-    if different:
+    if different := differing(meta.get("fingerprint", {}), task.fingerprint()):
         raise ForeignResult(
             f"The result at {path} belongs to another task: its {', '.join(different)} differ from "
             "those of the task given as expect. Load it with the task it was made with, or compute "
             "it again."
         )
+
+
+def differing(theirs: Mapping[str, str], mine: Mapping[str, str]) -> list[str]:
+    """The parts of a fingerprint in which a result is not of this task."""
+    return [name for name, value in mine.items() if theirs.get(name) != value]
 
 
 def jsonable(stats: dict[str, Any]) -> dict[str, Any]:

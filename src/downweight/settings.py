@@ -39,3 +39,10 @@ def whole(value: Any, name: str, least: int) -> int:
     if found < least:
         raise InvalidInput(f"{name} is {found}; expected a whole number >= {least}.")
     return found
+
+
+def rows_in(size: object, rows: int) -> int:
+    """A number of rows: `size` itself, or below 1 that part of all rows."""
+    if isinstance(size, bool) or not isinstance(size, int | float):
+        raise InvalidType(f"size is {size!r}; expected a number of rows, or a part of them below 1.")
+    return round(size * rows) if size < 1 else int(size)

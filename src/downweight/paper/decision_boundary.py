@@ -9,7 +9,7 @@ from torch import nn
 from downweight.influence import parameter_shift
 from downweight.objectives import WarmStart
 from downweight.recipe import Recipe
-from downweight.report import figures
+from downweight.report import figures, page
 from downweight.respond import respond, stacked_outputs
 from downweight.shapes import Float
 from downweight.task import Task
@@ -49,7 +49,7 @@ class DecisionBoundaries:
 
     def write(self, path: str | Path) -> Path:
         """The picture as an SVG file."""
-        return figures.write(self.picture(), path)
+        return page.write_whole(self.picture(), path)
 
 
 def decision_boundary(epochs: int = 500, seed: int = 0) -> DecisionBoundaries:

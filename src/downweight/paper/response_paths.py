@@ -8,7 +8,7 @@ from torch import nn
 
 from downweight.objectives import ColdStart, Objective, WarmStart
 from downweight.recipe import Recipe
-from downweight.report import figures
+from downweight.report import figures, page
 from downweight.respond import respond
 from downweight.shapes import Float
 from downweight.task import Task
@@ -59,7 +59,7 @@ class ResponsePaths:
 
     def write(self, path: str | Path) -> Path:
         """The picture as an SVG file."""
-        return figures.write(self.picture(), path)
+        return page.write_whole(self.picture(), path)
 
 
 def response_paths(steps: int = 100, points: int = 15) -> ResponsePaths:

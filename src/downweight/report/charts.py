@@ -96,8 +96,8 @@ def gap_strip(
     x = altair.X("low:Q", axis=x_axis, scale=altair.Scale(type=kind, domain=[axis.low, axis.high], nice=False))
     y = altair.Scale(domain=[0, 1])
     layers = [
-        _chart([bar]).mark_rect(color=PALE).encode(x, altair.X2("mean"), _band("bottom", y), altair.Y2("top")),
-        _chart(points)
+        chart_of([bar]).mark_rect(color=PALE).encode(x, altair.X2("mean"), _band("bottom", y), altair.Y2("top")),
+        chart_of(points)
         .mark_point(size=30, opacity=0.8, strokeWidth=1.3)
         .encode(altair.X("value:Q"), _band("height", y), **_look()),
     ]
@@ -107,11 +107,11 @@ def gap_strip(
         # An end beyond the axis, as below zero on a logarithmic one, gets no cap.
         caps = [{"end": end, "middle": 0.82} for end in ends if axis.holds(end)]
         layers += [
-            _chart([line]).mark_rule(color=INK).encode(altair.X("from:Q"), altair.X2("to"), _band("middle", y)),
-            _chart(caps).mark_tick(color=INK, size=9).encode(altair.X("end:Q"), _band("middle", y)),
+            chart_of([line]).mark_rule(color=INK).encode(altair.X("from:Q"), altair.X2("to"), _band("middle", y)),
+            chart_of(caps).mark_tick(color=INK, size=9).encode(altair.X("end:Q"), _band("middle", y)),
         ]
     layers.append(
-        _chart([bar])
+        chart_of([bar])
         .mark_rule(color=INK, strokeWidth=3)
         .encode(altair.X("mean:Q"), _band("bottom", y), altair.Y2("top"))
     )
@@ -163,8 +163,8 @@ def scatter(panel: Panel, *, unit: str, width: int = 300) -> str:
 
     x = altair.X("x:Q", **side(panel.x, x_power, "predicted by influence"))
     y = altair.Y("y:Q", **side(panel.y, y_power, "actual"))
-    identity = _chart(line).mark_line(color=GREY, strokeDash=[5, 4]).encode(x=x, y=y)
-    marks = _chart(points).mark_point(size=38, opacity=0.8, strokeWidth=1.4).encode(x=x, y=y, **_look())
+    identity = chart_of(line).mark_line(color=GREY, strokeDash=[5, 4]).encode(x=x, y=y)
+    marks = chart_of(points).mark_point(size=38, opacity=0.8, strokeWidth=1.4).encode(x=x, y=y, **_look())
     return _svg(altair.LayerChart(layer=[identity, marks]), width, width - 10)
 
 
@@ -215,7 +215,7 @@ def _decades(axis: Axis, at_most: int) -> list[float]:
     return [10.0**power for power in range(low, high + 1, step)]
 
 
-def _chart(values: list[dict[str, Any]]) -> altair.Chart:
+def chart_of(values: list[dict[str, Any]]) -> altair.Chart:
     return altair.Chart(altair.Data(values=values))
 
 

@@ -1,14 +1,12 @@
 """The paper's teaching figures as SVG text: plain numbers in, no torch."""
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import altair
 import vl_convert
 
-from downweight.report.charts import BLUE, GREY, INK, PALE
+from downweight.report.charts import BLUE, GREY, INK, PALE, chart_of
 
 ORANGE, LIGHT = "#c4540a", "#f6dcc8"
 LEVELS = (0.02, 0.1, 0.3, 0.8, 2.0)  # of the cost above its least value on the grid
@@ -35,15 +33,15 @@ def paths(
     marks = [{"name": name, "x": x, "y": y} for name, (x, y) in stars.items()]
     x = altair.X("x:Q", title="θ₁", scale=altair.Scale(domain=[across[0], across[-1]], nice=False))
     y = altair.Y("y:Q", title="θ₂", scale=altair.Scale(domain=[along[0], along[-1]], nice=False))
-    contours = _chart(lines).mark_line(strokeWidth=1.2).encode(
+    contours = chart_of(lines).mark_line(strokeWidth=1.2).encode(
         x=x, y=y, detail="piece:N", order="at:Q", color=_colour("cost", "cost", colours)
     )  # fmt: skip
-    drawn = _chart(steps).mark_line(strokeWidth=2, point=altair.OverlayMarkDef(size=26)).encode(
+    drawn = chart_of(steps).mark_line(strokeWidth=2, point=altair.OverlayMarkDef(size=26)).encode(
         x=x, y=y, order="at:Q", color=_colour("path", "ε from 0 to 1/N", ways_colours)
     )  # fmt: skip
     star = "M0,-1L.23,-.31L.95,-.31L.36,.12L.59,.81L0,.38L-.59,.81L-.36,.12L-.95,-.31L-.23,-.31Z"
-    stars_ = _chart(marks).mark_point(shape=star, size=170, filled=True, color=INK).encode(x=x, y=y)
-    names = _chart(marks).mark_text(dx=14, dy=-8, color=INK, fontSize=13).encode(x=x, y=y, text="name:N")
+    stars_ = chart_of(marks).mark_point(shape=star, size=170, filled=True, color=INK).encode(x=x, y=y)
+    names = chart_of(marks).mark_text(dx=14, dy=-8, color=INK, fontSize=13).encode(x=x, y=y, text="name:N")
     layers = altair.layer(contours, drawn, stars_, names).resolve_scale(color="independent")
     return _svg(layers.properties(width=380, height=340))
 
@@ -70,9 +68,9 @@ def regions(
             for a, value in zip(axis, line, strict=True)
         ]
         shade = altair.Fill("side:N", scale=altair.Scale(domain=["0", "1"], range=[LIGHT, PALE]), legend=None)
-        field = _chart(cells).mark_rect(strokeWidth=0).encode(x=x, x2="x2:Q", y=y, y2="y2:Q", fill=shade)
-        dots = _chart(points).mark_circle(size=30, opacity=1).encode(x=x, y=y, color=colours)
-        ring = _chart(corner).mark_point(size=190, color=INK, strokeWidth=1.6).encode(x=x, y=y)
+        field = chart_of(cells).mark_rect(strokeWidth=0).encode(x=x, x2="x2:Q", y=y, y2="y2:Q", fill=shade)
+        dots = chart_of(points).mark_circle(size=30, opacity=1).encode(x=x, y=y, color=colours)
+        ring = chart_of(corner).mark_point(size=190, color=INK, strokeWidth=1.6).encode(x=x, y=y)
         panels.append(altair.layer(field, dots, ring).properties(width=230, height=230, title=name))
     return _svg(altair.hconcat(*panels))
 
@@ -94,17 +92,6 @@ def contour(
                 if met:
                     pieces.append(met)
     return pieces
-
-
-def write(svg: str, path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(svg, encoding="utf-8")
-    return path
-
-
-def _chart(values: list[dict[str, Any]]) -> altair.Chart:
-    return altair.Chart(altair.Data(values=values))
 
 
 def _colour(field: str, title: str, colours: Mapping[str, str]) -> altair.Color:

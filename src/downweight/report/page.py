@@ -163,13 +163,17 @@ def render(record: dict[str, Any]) -> str:
 
 
 def write(record: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the page of `record` to `path`, whole or not at all; folders on the way are made."""
+    """Write the page of `record` to `path`, whole or not at all."""
+    return write_whole(render(record), path)
+
+
+def write_whole(text: str, path: str | os.PathLike[str]) -> Path:
+    """Write a text to `path`, whole or not at all; folders on the way are made."""
     path = Path(path)
-    page = render(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
-        partial.write_text(page, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
